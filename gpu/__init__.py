@@ -1,0 +1,1 @@
+"""Device interface, slot pools and kernels."""

@@ -1,0 +1,41 @@
+"""The device interface: the one place that knows whether there is a GPU.
+
+A device owns one allocation, its pool, which the tiers cut into slots. Copies run in the caller's worker threads and
+return when the bytes are there.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvtierd.core.checksum import Bytes
+
+
+class Device(Protocol):
+    """Memory of the `gpu` tier on one device.
+
+    `name` is `host` or `cuda:N`; `capacity_bytes` is the size of its pool.
+    """
+
+    name: str
+    capacity_bytes: int
+
+    def copy_in(self, offset: int, source: Bytes) -> None:
+        """Copy host bytes into the pool at `offset`."""
+        ...
+
+    def copy_out(self, offset: int, target: Bytes) -> None:
+        """Copy pool bytes at `offset` into host memory."""
+        ...
+
+    def register_host(self, memory: Bytes) -> bool:
+        """Pin host memory for this device; False where the device has no use for it."""
+        ...
+
+    def unregister_host(self, memory: Bytes) -> None:
+        """Undo `register_host`; the memory may then be unmapped."""
+        ...
+
+    def close(self) -> None:
+        """Free the pool."""
+        ...

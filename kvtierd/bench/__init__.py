@@ -1,0 +1,1 @@
+"""Figures, each with its reference measured in the same run."""

@@ -1,0 +1,1 @@
+"""kvtierctl: one command per file."""

@@ -1,0 +1,1 @@
+"""Settings: their schema, where each value came from, and every mistake in them."""

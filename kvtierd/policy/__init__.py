@@ -1,0 +1,1 @@
+"""Pure decisions: what to evict, to move, to admit."""

@@ -1,0 +1,1 @@
+"""Counters, gauges and log lines."""

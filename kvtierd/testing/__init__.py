@@ -1,0 +1,1 @@
+"""Fakes and fault injection, shipped so that others can test against us."""

@@ -1,0 +1,1 @@
+"""The one owner of mutable state: blocks, slots, leases and moves."""

@@ -1,0 +1,1 @@
+"""The wire: messages, codec, server, clients. SPEC.md is normative."""

@@ -1,0 +1,91 @@
+"""The contract between the server, which owns sockets, and whoever answers requests (kvtierd.tiers)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Sequence
+from typing import Any, Protocol
+
+from kvtierd.protocol.messages import AnyReply, AnyRequest
+
+Frame = bytes | bytearray | memoryview
+"""A raw payload frame on its way out; arrays go in as `array.data`."""
+
+
+@dataclasses.dataclass(slots=True)
+class Session:
+    """One client as the daemon knows it, from Hello until its process or its socket is gone.
+
+    `pid`, `uid` and `pidfd` are the kernel's word, known once the client has attached to the arena socket (-1
+    before). `state` belongs to the service.
+    """
+
+    id: int
+    tenant: str
+    client: str
+    token: bytes
+    pid: int = -1
+    uid: int = -1
+    pidfd: int = -1
+    state: Any = None
+
+    @property
+    def attached(self) -> bool:
+        """Whether the client may use the arena."""
+        return self.pidfd >= 0
+
+
+@dataclasses.dataclass(slots=True)
+class Answer:
+    """A reply with its raw frames. The server fills in `id` and `epoch` of the reply."""
+
+    reply: AnyReply
+    frames: Sequence[Frame] = ()
+
+
+class Service(Protocol):
+    """Answers requests. Every method runs on the loop.
+
+    `handle` returns an Answer at once where it can (lookups), or an awaitable where copies or disks are involved;
+    the server bounds how many of those one session has in flight and enforces the deadline. It raises RequestError for
+    input that cannot be served. It must leave nothing behind when its awaitable is cancelled.
+    """
+
+    def handle(self, session: Session, request: AnyRequest, frames: Sequence[memoryview]) -> Answer | Awaitable[Answer]:
+        """Serve one request; `frames` are views that stay valid until the answer is sent."""
+        ...
+
+    def session_opened(self, session: Session) -> None:
+        """A client said Hello; raises RequestError `busy` when there are too many."""
+        ...
+
+    def session_detached(self, session: Session) -> None:
+        """The client's sockets are gone or it fell silent, but its process may live and hold mappings.
+
+        Leases and pins end; its write reservations are quarantined until `process_gone`.
+        """
+        ...
+
+    def process_gone(self, session: Session) -> None:
+        """The process behind an attached session has ended: nothing of it can touch memory any more."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkFiles:
+    """What the arena socket hands out for one chunk."""
+
+    chunk: int
+    chunk_bytes: int
+    slot_bytes: int
+    slots: int
+    data_fd: int
+    generations_fd: int
+
+
+class ChunkSource(Protocol):
+    """Where the arena socket gets a chunk's descriptors."""
+
+    def chunk_files(self, session: Session, chunk: int) -> ChunkFiles | None:
+        """The files of a chunk of this session's tenant, or None when there is no such chunk for it."""
+        ...

@@ -1,0 +1,131 @@
+"""What the tiers ask of the nvme tier; the segment store implements it, the fakes in kvtierd.testing too.
+
+Bookkeeping happens in the caller's loop, bytes move in the store's own threads. Nothing here touches the network
+or other tiers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.core.checksum import Bytes, Sums
+from kvtierd.core.errors import StorageError
+from kvtierd.core.geometry import Geometry
+from kvtierd.core.namespace import Namespace
+
+
+class IoMode(enum.StrEnum):
+    """How bytes really reach the disk, as probed at start."""
+
+    GDS = "gds"
+    KVIKIO = "kvikio-compat"
+    DIRECT = "o_direct"
+    BUFFERED = "buffered"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Extent:
+    """Where a stored block lies: its header is at `offset` of the segment, `length` counts header and payload."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+@dataclasses.dataclass(slots=True)
+class WriteItem:
+    """One block to store. `data` is in slot form ([slot_bytes] uint8, layer parts padded to 4 KiB, page-aligned where
+    the memory allows it); `sums` are its layer sums, which the store verifies against `data` before it writes.
+
+    `tag` is the caller's number for the block; it comes back when the extent is reclaimed.
+    """
+
+    namespace: bytes
+    key: bytes
+    geometry: Geometry
+    data: Bytes
+    sums: Sums
+    tag: int
+
+
+@dataclasses.dataclass(slots=True)
+class ReadItem:
+    """One block to fetch into `out` (slot form, [slot_bytes]); `sums` ([layers] u64) receives its layer sums."""
+
+    namespace: bytes
+    key: bytes
+    geometry: Geometry
+    extent: Extent
+    block_sum: int
+    out: Bytes
+    sums: Sums
+
+
+@dataclasses.dataclass(slots=True)
+class Recovered:
+    """What a store found when it was opened: columns over live blocks, newest copy of each key only.
+
+    `tags` of recovered extents are unknown to the store until `adopt` is called.
+    """
+
+    namespaces: dict[bytes, Namespace]
+    namespace: list[bytes]
+    keys: npt.NDArray[np.uint8]
+    extents: list[Extent]
+    block_sums: Sums
+    dropped: int = 0
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+
+class BlockStore(Protocol):
+    """An nvme tier: append-only, checksummed, recovering."""
+
+    mode: IoMode
+
+    async def open(self) -> Recovered:
+        """Lock the directory, recover, be ready. Raises StartupError (74 I/O, 75 locked) with one clear line."""
+        ...
+
+    def adopt(self, extents: Sequence[Extent], tags: npt.NDArray[np.int64]) -> None:
+        """Tell the store the caller's numbers of the recovered extents, in their order."""
+        ...
+
+    def on_reclaim(self, callback: Callable[[list[tuple[int, Extent]]], None]) -> None:
+        """Set who is told, on the loop, which (tag, extent) pairs are about to be recycled; reads of them then fail."""
+        ...
+
+    def register(self, digest: bytes, namespace: Namespace) -> None:
+        """Make a namespace known; it is written before its first block in each segment."""
+        ...
+
+    async def write(self, items: Sequence[WriteItem]) -> list[Extent | StorageError]:
+        """Store blocks in their order. One bad item (CorruptionError when its source does not match its sums) does not
+        hold up the others. A returned extent can be read at once; it is durable after the next `flush`."""
+        ...
+
+    async def read(self, items: Sequence[ReadItem]) -> list[StorageError | None]:
+        """Fetch blocks; None is success. Bytes that fail a checksum, another block's bytes, or a short read are a
+        CorruptionError or StorageError, and then `out` holds nothing that may be used."""
+        ...
+
+    async def delete(self, items: Sequence[tuple[bytes, bytes, Extent]]) -> None:
+        """Append durable tombstones for (namespace digest, key, extent); the extents count as dead at once."""
+        ...
+
+    async def flush(self) -> None:
+        """Return when everything written or deleted before the call is on stable storage. Raises StorageError."""
+        ...
+
+    async def close(self) -> None:
+        """Flush and let go of the directory."""
+        ...
+
+    def stats(self) -> dict[str, int | str]:
+        """Counters and gauges by name: bytes, extents, segments, dropped, mode."""
+        ...
