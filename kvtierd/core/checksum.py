@@ -21,7 +21,12 @@ PIECE_BYTES = 64 << 10
 
 
 def layer_sums(block: Bytes, geometry: Geometry, out: Sums | None = None) -> Sums:
-    """Hash each layer part of a block in slot form (`[slot_bytes]` uint8; padding is left out)."""
+    """Hash each layer part of a block in slot form (`[slot_bytes]` uint8; padding is left out).
+
+    Raises ValueError for memory that is shorter than the block, as the other functions here do: a slice past its
+    end would be cut silently, and the sum of half a part would vouch for it.
+    """
+    _check_size("block", block, geometry.slot_bytes)
     sums = np.empty(geometry.layers, np.uint64) if out is None else out
     size, stride = geometry.layer_bytes, geometry.layer_stride
     for layer in range(geometry.layers):
@@ -34,6 +39,8 @@ def copy_and_sum(source: Bytes, target: Bytes, geometry: Geometry, out: Sums, *,
 
     What is hashed is the copy, so the sums vouch for the bytes the caller holds.
     """
+    _check_size("source", source, geometry.slot_bytes)
+    _check_size("target", target, geometry.block_bytes if packed else geometry.slot_bytes)
     size, stride = geometry.layer_bytes, geometry.layer_stride
     step = size if packed else stride
     for layer in range(geometry.layers):
@@ -43,6 +50,8 @@ def copy_and_sum(source: Bytes, target: Bytes, geometry: Geometry, out: Sums, *,
 
 def fill_and_sum(packed: Bytes, slot: Bytes, geometry: Geometry, out: Sums) -> None:
     """Copy a packed block into slot form, zero the padding, and hash each part as it lands."""
+    _check_size("packed", packed, geometry.block_bytes)
+    _check_size("slot", slot, geometry.slot_bytes)
     size, stride = geometry.layer_bytes, geometry.layer_stride
     for layer in range(geometry.layers):
         begin, at = layer * size, layer * stride
@@ -53,6 +62,11 @@ def fill_and_sum(packed: Bytes, slot: Bytes, geometry: Geometry, out: Sums) -> N
 def block_sum(sums: Sums) -> int:
     """The block's checksum: xxh3-64 over its layer sums as u64 LE."""
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(sums, "<u8").view(np.uint8).data)
+
+
+def _check_size(name: str, memory: Bytes, size: int) -> None:
+    if memory.size < size:
+        raise ValueError(f"{name} has {memory.size} bytes; {size} are wanted")
 
 
 def _hash_part(part: Bytes) -> int:

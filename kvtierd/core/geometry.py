@@ -13,6 +13,7 @@ LAYOUTS = ("nhd", "hnd")
 """Layouts we compute on. Per layer: K then V, each [token, head, dim] or [head, token, dim].
 Any other name must start with `opaque:`: the bytes are an engine's own and are only stored."""
 
+MAX_LAYOUT_BYTES = 256
 MAX_LAYERS = 1024
 MAX_BLOCK_BYTES = 1 << 30
 
@@ -41,14 +42,22 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
             ("v_dim", 0, 65536),
         ):
             value = getattr(self, name)
+            if type(value) is not int:  # 16.0 equals 16, but would encode as another namespace
+                raise ValueError(f"{name} is {value!r}; an integer is wanted")
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; it must be in {low}..{high}")
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
-        if self.layout not in LAYOUTS and not self.layout.startswith("opaque:"):
-            raise ValueError(f"layout {self.layout!r} is not one of {', '.join(LAYOUTS)}, opaque:NAME")
+        self._check_layout()
         if self.slot_bytes > MAX_BLOCK_BYTES:
             raise ValueError(f"a block of {self.slot_bytes} bytes is over the limit of {MAX_BLOCK_BYTES}")
+
+    def _check_layout(self) -> None:
+        named = self.layout.startswith("opaque:") and self.layout != "opaque:"
+        if self.layout not in LAYOUTS and not named:
+            raise ValueError(f"layout {self.layout!r} is not one of {', '.join(LAYOUTS)}, opaque:NAME")
+        if (size := len(self.layout.encode())) > MAX_LAYOUT_BYTES:
+            raise ValueError(f"layout has {size} bytes; the limit is {MAX_LAYOUT_BYTES}")
 
     @property
     def k_bytes(self) -> int:

@@ -65,6 +65,8 @@ def foreign_key(namespace_digest: bytes, engine_hash: bytes) -> bytes:
 
 def as_keys(data: bytes | memoryview | Keys) -> Keys:
     """View raw bytes as [n, 32] keys without a copy; ValueError when the length is no multiple of 32."""
+    if isinstance(data, np.ndarray) and data.dtype != np.uint8:
+        raise ValueError(f"keys are {data.dtype}; uint8 is wanted")
     flat = np.frombuffer(data, np.uint8) if not isinstance(data, np.ndarray) else data.reshape(-1)
     if flat.size % KEY_BYTES:
         raise ValueError(f"keys have {flat.size} bytes; a key has {KEY_BYTES}")
@@ -72,17 +74,28 @@ def as_keys(data: bytes | memoryview | Keys) -> Keys:
 
 
 def _token_ids(tokens: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.uint32]:
-    ids = np.asarray(tokens)
+    try:
+        ids = np.asarray(tokens)
+    except ValueError as error:  # rows of different lengths
+        raise ValueError(f"tokens are no flat sequence: {error}") from error
     if ids.ndim != 1:
         raise ValueError(f"tokens have shape {ids.shape}; a flat sequence is wanted")
     if ids.size == 0:
         return np.empty(0, np.uint32)
     if not np.issubdtype(ids.dtype, np.integer):
+        _check_wide(tokens)
         raise ValueError(f"tokens are {ids.dtype}; integers are wanted")
     if ids.min() < 0 or ids.max() > 0xFFFFFFFF:
         bad = ids[(ids < 0) | (ids > 0xFFFFFFFF)][0]
         raise ValueError(f"token id {bad} is outside 0..2**32-1")
     return np.ascontiguousarray(ids, dtype="<u4")
+
+
+def _check_wide(tokens: Sequence[int] | npt.NDArray[np.integer]) -> None:
+    # NumPy makes floats or objects of Python integers that no 64-bit type holds: name the one that is too large.
+    for token in tokens:
+        if isinstance(token, int) and not 0 <= token <= 0xFFFFFFFF:
+            raise ValueError(f"token id {token} is outside 0..2**32-1")
 
 
 def _check_length(name: str, value: bytes, size: int) -> None:

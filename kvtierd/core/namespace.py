@@ -39,6 +39,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     group: int = 0
 
     def __post_init__(self) -> None:
+        self._check_types()
         if not self.model:
             raise ValueError("model is empty; name the model, and its revision where there is one")
         for name, value in self._texts():
@@ -51,6 +52,15 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{kind}_rank {rank} is not in 0..{kind}_size - 1 with {kind}_size {size}")
         if not 0 <= self.group < 65536:
             raise ValueError(f"group is {self.group}; it must be in 0..65535")
+
+    def _check_types(self) -> None:
+        # A message is checked when it is decoded; a caller's 2.0 or True would encode as another namespace.
+        for name in ("tp_rank", "tp_size", "pp_rank", "pp_size", "group"):
+            if type(value := getattr(self, name)) is not int:
+                raise ValueError(f"{name} is {value!r}; an integer is wanted")
+        for name, text in self._texts():
+            if not isinstance(text, str):
+                raise ValueError(f"{name} is {text!r}; a text is wanted")
 
     def _texts(self) -> list[tuple[str, str]]:
         names = ("tenant_salt", "model", "revision", "lora", "lora_version", "rope_digest", "quantisation")
