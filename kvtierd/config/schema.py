@@ -1,12 +1,27 @@
-"""Every setting: name, type, default, meaning. Sizes are bytes here; files may say `64MiB`."""
+"""Every setting: name, type, range, default, meaning. Sizes are bytes here; files may say `64MiB`.
+
+Ranges are checked when settings are loaded (kvtierd.config.check), so that all mistakes are reported at once;
+constructing `Settings` in code checks nothing.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
-from kvtierd.core.units import GIB, MIB
+from kvtierd.core.units import GIB, MIB, PAGE_BYTES
+
+_BYTES = {"unit": "bytes"}
+
+Count = Annotated[int, Meta(ge=1, le=1 << 24)]
+Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Size = Annotated[int, Meta(ge=0, le=1 << 50, extra=_BYTES)]
+Folder = Annotated[str, Meta(extra={"unit": "folder"})]
+
+ProfileName = Literal["", "ultra-long", "high-concurrency", "bandwidth-limited", "compute-rich"]
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,18 +33,18 @@ class Compression(_Section, frozen=True, kw_only=True):
 
     enabled: bool = True
     method: Literal["fp8"] = "fp8"
-    threshold: int = 10
+    threshold: Annotated[int, Meta(ge=0, le=1_000_000)] = 10
     """Heat below which a block is compressed."""
 
 
 class KvCache(_Section, frozen=True, kw_only=True):
     """`kv_cache_config`: what shapes the cache itself."""
 
-    block_size: int = 128
+    block_size: Annotated[int, Meta(ge=1, le=65_536)] = 128
     """Tokens a block; clients that do not choose their own take this."""
-    gpu_watermark: float = 0.8
+    gpu_watermark: Share = 0.8
     """Share of the gpu tier in use above which blocks move down."""
-    prefetch_window: int = 3
+    prefetch_window: Annotated[int, Meta(ge=0, le=1024)] = 3
     """Blocks of a sequence fetched ahead."""
     compression: Compression = Compression()
 
@@ -37,50 +52,54 @@ class KvCache(_Section, frozen=True, kw_only=True):
 class Gpu(_Section, frozen=True, kw_only=True):
     """The `gpu` tier."""
 
-    device: str = "auto"
+    device: Annotated[str, Meta(pattern=r"auto|host|cuda:\d{1,3}", examples=["auto", "host", "cuda:0"])] = "auto"
     """`auto`, `host` (ordinary memory) or `cuda:N`."""
-    capacity: int = 256 * MIB
+    capacity: Size = 256 * MIB
     """Bytes of the pool; 0 switches the tier off."""
 
 
 class Host(_Section, frozen=True, kw_only=True):
     """The `host` tier: the shared arena."""
 
-    capacity: int = GIB
+    capacity: Annotated[int, Meta(ge=MIB, le=1 << 50, extra=_BYTES)] = GIB
     """Bytes of all chunks."""
-    chunk_bytes: int = 64 * MIB
+    chunk_bytes: Annotated[int, Meta(ge=MIB, le=256 * MIB, extra=_BYTES | {"power_of_two": True})] = 64 * MIB
     """Bytes of one chunk (1 MiB to 256 MiB); a block must fit in it."""
-    watermark: float = 0.95
+    watermark: Share = 0.95
     """Share in use above which clean blocks are evicted in the background, down to 5 points below."""
 
 
 class Nvme(_Section, frozen=True, kw_only=True):
     """The `nvme` tier."""
 
-    directory: str = "/var/lib/kvtierd"
+    directory: Folder = "/var/lib/kvtierd"
     """Where segments lie; "" switches the tier off."""
-    capacity: int = 0
+    capacity: Size = 0
     """Bytes on disk, everything counted; 0 takes half of what is free, at most 64 GiB."""
-    segment_bytes: int = 256 * MIB
+    segment_bytes: Annotated[int, Meta(ge=MIB, le=16 * GIB, multiple_of=PAGE_BYTES, extra=_BYTES)] = 256 * MIB
+    """Bytes of one segment file; a block must fit in it."""
     mode: Literal["auto", "direct", "buffered"] = "auto"
     """`direct` is required: start fails where the file system refuses O_DIRECT. `auto` falls back and says so."""
-    io_threads: int = 4
-    write_queue_bytes: int = 512 * MIB
+    io_threads: Annotated[int, Meta(ge=1, le=64)] = 4
+    """Threads that read and write segments."""
+    write_queue_bytes: Annotated[int, Meta(ge=MIB, le=1 << 50, extra=_BYTES)] = 512 * MIB
     """Most bytes waiting for write-behind; beyond it new blocks stay in host only and are counted as dropped."""
 
 
 class Server(_Section, frozen=True, kw_only=True):
     """Sockets and limits of clients."""
 
-    runtime_dir: str = "/run/kvtierd"
+    runtime_dir: Annotated[str, Meta(min_length=1, extra={"unit": "folder"})] = "/run/kvtierd"
     """Folder of the sockets and the lock file."""
-    tenant: str = "default"
-    max_sessions: int = 256
-    max_inflight: int = 64
+    tenant: Annotated[str, Meta(pattern=r"[a-z0-9][a-z0-9_-]{0,31}", examples=["default", "team-a"])] = "default"
+    """Name of the tenant's folder below `runtime_dir`."""
+    max_sessions: Annotated[int, Meta(ge=1, le=65_536)] = 256
+    """Clients at one time."""
+    max_inflight: Annotated[int, Meta(ge=1, le=65_536)] = 64
     """Requests of one client being worked on."""
-    max_message_bytes: int = 256 * MIB
+    max_message_bytes: Annotated[int, Meta(ge=MIB, le=4 * GIB, extra=_BYTES)] = 256 * MIB
     """All frames of one request."""
-    session_idle_s: int = 600
+    session_idle_s: Annotated[int, Meta(ge=1, le=86_400)] = 600
     """A client without the arena that is silent for this long is forgotten."""
     events: bool = True
     """Publish KV events."""
@@ -89,12 +108,15 @@ class Server(_Section, frozen=True, kw_only=True):
 class Leases(_Section, frozen=True, kw_only=True):
     """How long clients may hold memory."""
 
-    ttl_ms: int = 10_000
-    max_ttl_ms: int = 600_000
-    max_leases: int = 65_536
-    reservation_ttl_ms: int = 10_000
+    ttl_ms: Milliseconds = 10_000
+    """Life of a read lease whose client names none."""
+    max_ttl_ms: Milliseconds = 600_000
+    """Longest life that a client may ask for."""
+    max_leases: Count = 65_536
+    """Leases and reservations of all clients at one time."""
+    reservation_ttl_ms: Milliseconds = 10_000
     """After it an uncommitted reservation is quarantined: counted, and freed only with its owner."""
-    max_pinned_share: float = 0.5
+    max_pinned_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
     """Share of the host tier that pins may hold."""
 
 
@@ -102,12 +124,16 @@ class Log(_Section, frozen=True, kw_only=True):
     """What the daemon says."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe lines that are written."""
     format: Literal["auto", "text", "json"] = "auto"
+    """`auto` is text on a terminal and JSON otherwise."""
 
 
 class Settings(_Section, frozen=True, kw_only=True):
     """The whole configuration."""
 
+    profile: ProfileName = ""
+    """A base of values for a kind of load, under whatever is written explicitly (kvtierd.config.profiles)."""
     kv_cache_config: KvCache = KvCache()
     gpu: Gpu = Gpu()
     host: Host = Host()
@@ -115,7 +141,7 @@ class Settings(_Section, frozen=True, kw_only=True):
     server: Server = Server()
     leases: Leases = Leases()
     log: Log = Log()
-    cache_dir: str = ""
+    cache_dir: Folder = ""
     """Folder of compiled kernels; "" takes $CACHE_DIRECTORY or the user's cache folder."""
-    worker_threads: int = 0
+    worker_threads: Annotated[int, Meta(ge=0, le=256)] = 0
     """Threads for copies and checksums; 0 takes one per CPU, at most 8."""

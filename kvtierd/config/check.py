@@ -1,0 +1,86 @@
+"""Contradictions: settings that are right each and wrong together."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvtierd.config.fields import FIELDS, Value
+from kvtierd.config.origins import DEFAULT, Problem
+from kvtierd.core.units import format_bytes
+
+MAX_IPC_PATH_BYTES = 107
+"""The kernel's sockaddr_un holds 108 bytes with the closing zero."""
+
+SOCKET_NAME_BYTES = 16
+"""No socket below a tenant's folder has a longer name (kvtierd.daemon.directories)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """What must hold between settings, and what to say where it does not; both take the values in order."""
+
+    keys: tuple[str, ...]
+    holds: Callable[..., bool]
+    text: Callable[..., str]
+
+
+def _ipc_path_bytes(runtime_dir: str, tenant: str) -> int:
+    return len(os.fsencode(runtime_dir)) + len(tenant) + SOCKET_NAME_BYTES + 2
+
+
+RULES = (
+    Rule(
+        ("host.capacity", "host.chunk_bytes"),
+        lambda capacity, chunk: capacity >= chunk,
+        lambda capacity, chunk: (
+            f"{format_bytes(capacity)} is less than one chunk (host.chunk_bytes is {format_bytes(chunk)}); "
+            "raise the capacity or lower chunk_bytes"
+        ),
+    ),
+    Rule(
+        ("nvme.capacity", "nvme.segment_bytes", "nvme.directory"),
+        lambda capacity, segment, directory: not directory or capacity == 0 or capacity >= 2 * segment,
+        lambda capacity, segment, _: (
+            f"{format_bytes(capacity)} is less than two segments (nvme.segment_bytes is {format_bytes(segment)}); "
+            "raise the capacity, lower segment_bytes, or write 0 for the default"
+        ),
+    ),
+    Rule(
+        ("leases.ttl_ms", "leases.max_ttl_ms"),
+        lambda ttl, longest: ttl <= longest,
+        lambda ttl, longest: f"{ttl} is over leases.max_ttl_ms, {longest}; lower it or raise the maximum",
+    ),
+    Rule(
+        ("server.runtime_dir", "server.tenant"),
+        lambda folder, tenant: _ipc_path_bytes(folder, tenant) <= MAX_IPC_PATH_BYTES,
+        lambda folder, tenant: (
+            f"paths of sockets in {folder}/{tenant} would have {_ipc_path_bytes(folder, tenant)} bytes; the kernel "
+            f"allows {MAX_IPC_PATH_BYTES}: choose a shorter folder"
+        ),
+    ),
+    Rule(
+        ("nvme.directory", "server.runtime_dir"),
+        lambda data, runtime: not data or os.path.normpath(data) != os.path.normpath(runtime),
+        lambda data, _: f"{data} is also server.runtime_dir; give data and sockets a folder each",
+    ),
+)
+
+
+def contradictions(values: Mapping[str, Value], origins: Mapping[str, str]) -> list[Problem]:
+    """Check every rule whose settings are all valid; an invalid one has been reported already.
+
+    `values` holds the parsed explicit settings, `origins` where each explicit one was written, valid or not.
+    """
+    known: dict[str, Any] = {key: field.default for key, field in FIELDS.items() if key not in origins} | dict(values)
+    found = []
+    for rule in RULES:
+        if not all(key in known for key in rule.keys):
+            continue
+        operands = [known[key] for key in rule.keys]
+        if not rule.holds(*operands):
+            key = next((key for key in rule.keys if key in origins), rule.keys[0])
+            found.append(Problem(origins.get(key, DEFAULT), key, rule.text(*operands)))
+    return found

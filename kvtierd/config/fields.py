@@ -1,0 +1,161 @@
+"""The settings as a flat table: dotted key to type, range and default, derived from the schema."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvtierd.config.schema import Settings
+from kvtierd.core.units import format_bytes, parse_bytes
+
+Value = bool | int | float | str
+
+_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Field:
+    """One setting. `unit` is `bytes`, `folder` or ""; bounds are inclusive unless `above` is set."""
+
+    key: str
+    kind: type
+    default: Value
+    choices: tuple[str, ...] = ()
+    unit: str = ""
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    multiple_of: int = 1
+    power_of_two: bool = False
+    min_length: int = 0
+    pattern: str = ""
+    examples: tuple[str, ...] = ()
+
+    def parse(self, text: str) -> Value:
+        """Read a value from text. Raises ValueError that says what is wrong and what to write."""
+        if self.choices:
+            return self._choice(text)
+        if self.kind is bool:
+            return self._boolean(text)
+        if self.kind is str:
+            return self._text(text)
+        return self._number(text)
+
+    def _choice(self, text: str) -> str:
+        if text in self.choices:
+            return text
+        nearest = difflib.get_close_matches(text, [choice for choice in self.choices if choice], 1, 0.4)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise ValueError(f"{text!r} is not one of {', '.join(choice or repr('') for choice in self.choices)}{hint}")
+
+    def _boolean(self, text: str) -> bool:
+        value = _BOOLEANS.get(text.lower())
+        if value is None:
+            raise ValueError(f"{text!r} is neither true nor false; write one of them")
+        return value
+
+    def _text(self, text: str) -> str:
+        if "\0" in text:
+            raise ValueError(f"{text!r} holds a zero byte; remove it")
+        if len(text) < self.min_length:
+            raise ValueError("is empty; write a value")
+        if self.pattern and not re.fullmatch(self.pattern, text):
+            examples = f", like {' or '.join(self.examples)}" if self.examples else ""
+            raise ValueError(f"{text!r} does not have the form {self.pattern}; write a value{examples}")
+        if self.unit == "folder" and text and not Path(text).is_absolute():
+            raise ValueError(f"{text!r} is a relative path; write an absolute one")
+        return text
+
+    def _number(self, text: str) -> int | float:
+        try:
+            value = parse_bytes(text) if self.unit == "bytes" else self.kind(text)
+        except (ValueError, OverflowError):
+            raise ValueError(f"{text!r} is not {self._wanted()}") from None
+        if not self._in_range(value):
+            raise ValueError(f"{text} is out of range; write {self._wanted()}")
+        if value % self.multiple_of:
+            raise ValueError(f"{text} is not a multiple of {self.multiple_of}; round it to one")
+        if self.power_of_two and value & (value - 1):
+            raise ValueError(f"{text} is not a power of two; the nearest below is {_show(1 << value.bit_length() - 1)}")
+        return value
+
+    def _in_range(self, value: float) -> bool:
+        low = self.low if self.low is not None else -math.inf
+        high = self.high if self.high is not None else math.inf
+        return low <= value <= high and (self.above is None or value > self.above) and math.isfinite(value)
+
+    def _wanted(self) -> str:
+        what = {"bytes": "a size like 64MiB"}.get(self.unit, "a whole number" if self.kind is int else "a number")
+        show = _show if self.unit == "bytes" else str
+        if self.above is not None:
+            return f"{what} above {show(self.above)} and up to {show(self.high or math.inf)}"
+        return what if self.low is None else f"{what} in {show(self.low)}..{show(self.high or math.inf)}"
+
+
+def _show(count: float) -> str:
+    return format_bytes(count).replace(" ", "")
+
+
+def _fields(info: Any, prefix: str) -> list[Field]:
+    """Walk a msgspec.inspect.StructType; `Any` because its node types form an open union."""
+    found = []
+    for item in info.fields:
+        key = f"{prefix}{item.encode_name}"
+        if isinstance(item.type, msgspec.inspect.StructType):
+            found += _fields(item.type, f"{key}.")
+        else:
+            found.append(_field(key, item.type, item.default))
+    return found
+
+
+def _field(key: str, node: Any, default: Value) -> Field:
+    extra, schema = {}, {}
+    if isinstance(node, msgspec.inspect.Metadata):
+        extra, schema, node = node.extra or {}, node.extra_json_schema or {}, node.type
+    return Field(
+        key,
+        type(default),
+        default,
+        choices=tuple(getattr(node, "values", ())),
+        unit=extra.get("unit", ""),
+        low=getattr(node, "ge", None),
+        high=getattr(node, "le", None),
+        above=getattr(node, "gt", None),
+        multiple_of=getattr(node, "multiple_of", None) or 1,
+        power_of_two=extra.get("power_of_two", False),
+        min_length=getattr(node, "min_length", None) or 0,
+        pattern=getattr(node, "pattern", None) or "",
+        examples=tuple(schema.get("examples", ())),
+    )
+
+
+FIELDS: dict[str, Field] = {field.key: field for field in _fields(msgspec.inspect.type_info(Settings), "")}
+"""Every setting by its dotted key, in the order of the schema."""
+
+SECTIONS: frozenset[str] = frozenset(
+    key.rsplit(".", depth)[0] for key in FIELDS for depth in range(1, key.count(".") + 1)
+)
+"""Dotted names of the sections, nested ones too."""
+
+
+def unknown_key(key: str) -> str:
+    """Say that a key does not exist and which one is nearest: same section first, then anywhere."""
+    section, _, leaf = key.rpartition(".")
+    names = [*FIELDS, *SECTIONS]
+    siblings = {_leaf(name): name for name in names if name.rpartition(".")[0] == section}
+    anywhere = {_leaf(name): name for name in reversed(names)}
+    for candidates in (siblings, anywhere):
+        if near := difflib.get_close_matches(leaf, candidates, 1, 0.6):
+            return f"unknown key; the nearest is {candidates[near[0]]}"
+    near = difflib.get_close_matches(key, names, 1, 0.0)
+    return f"unknown key; the nearest is {near[0]}"
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition(".")[2]

@@ -1,0 +1,100 @@
+"""One life of the daemon: lock, compose, announce, wait, drain, take apart in reverse."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol, TypeVar
+
+from kvtierd.config.schema import Settings
+from kvtierd.daemon.directories import Places, clear_stale_sockets, prepare_data, prepare_runtime
+from kvtierd.daemon.lifecycle import StopRequest
+from kvtierd.daemon.lock import RuntimeLock
+from kvtierd.telemetry.notify import notify
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+UMASK = 0o027
+"""What the daemon makes is for itself and its group; nobody else may read a tenant's blocks."""
+
+
+class Serving(Protocol):
+    """A composed daemon that answers clients."""
+
+    endpoint: str
+
+    async def drain(self) -> None:
+        """Take no more stores and bring every dirty block to stable storage, while lookups go on."""
+        ...
+
+
+Compose = Callable[[Settings, Places], AbstractAsyncContextManager[Serving]]
+"""Builds every part in order and takes all of them apart in reverse, also when a later one failed."""
+
+
+async def run(settings: Settings, compose: Compose, *, ready_fd: int = -1, stop_fd: int = -1) -> None:
+    """Serve until a signal, or the end of `stop_fd`, says stop. Raises StartupError when it cannot start.
+
+    `ready_fd` gets one JSON line, `{"endpoint": ..., "pid": ...}`, once clients are served, and is closed; at a
+    failed start it is closed without a line when the process ends.
+    """
+    begin_s = time.monotonic()
+    os.umask(UMASK)
+    stop = StopRequest()
+    stop.install(asyncio.get_running_loop(), stop_fd)
+    places = Places.of(settings)
+    prepare_runtime(places)
+    lock = RuntimeLock(places.lock)
+    try:
+        prepare_data(places)
+        if stale := clear_stale_sockets(places):
+            log.info("removed sockets of an earlier daemon: %s", ", ".join(sorted(stale)))
+        async with contextlib.AsyncExitStack() as parts:
+            await _serve(parts.enter_async_context(compose(settings, places)), stop, ready_fd, begin_s)
+    finally:
+        lock.release()
+    log.info("stopped")
+
+
+async def _serve(start: Coroutine[Any, Any, Serving], stop: StopRequest, ready_fd: int, begin_s: float) -> None:
+    starting = await _unless(stop.graceful, start)
+    if starting.cancelled():
+        log.info("stopped while starting")
+        return
+    serving = starting.result()
+    _announce(serving.endpoint, ready_fd, time.monotonic() - begin_s)
+    await stop.graceful.wait()
+    notify("STOPPING=1")
+    draining = await _unless(stop.at_once, serving.drain())
+    if draining.cancelled():
+        log.warning("stopped before everything was flushed")
+    else:
+        draining.result()
+
+
+def _announce(endpoint: str, ready_fd: int, seconds: float) -> None:
+    log.info("READY on %s after %.2f s", endpoint, seconds, extra={"fields": {"pid": os.getpid()}})
+    notify(f"READY=1\nMAINPID={os.getpid()}\nSTATUS=serving on {endpoint}")
+    if ready_fd >= 0:
+        with os.fdopen(ready_fd, "w") as pipe, contextlib.suppress(BrokenPipeError):
+            pipe.write(json.dumps({"endpoint": endpoint, "pid": os.getpid()}) + "\n")
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Do work, or cancel it when the event comes first; returns the finished task."""
+    task, waiting = asyncio.create_task(work), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+        task.cancel()  # does nothing to a task that is done
+        await asyncio.wait({task, waiting})
+    return task

@@ -1,0 +1,98 @@
+"""The folders of a daemon: made where possible, checked where they exist, cleared of a dead daemon's sockets."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import stat
+from pathlib import Path
+
+from kvtierd.config.schema import Settings
+from kvtierd.core.errors import ExitCode, StartupError
+
+RUNTIME_MODE = 0o755
+TENANT_MODE = 0o750
+DATA_MODE = 0o750
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Places:
+    """Where a daemon's files lie; `tenant` holds the sockets of one tenant."""
+
+    runtime: Path
+    tenant: Path
+    data: Path | None
+
+    @classmethod
+    def of(cls, settings: Settings) -> Places:
+        """The places that settings name."""
+        runtime = Path(settings.server.runtime_dir)
+        data = Path(settings.nvme.directory) if settings.nvme.directory else None
+        return cls(runtime, runtime / settings.server.tenant, data)
+
+    @property
+    def lock(self) -> Path:
+        """The file whose lock says that a daemon lives here."""
+        return self.runtime / "lock"
+
+    @property
+    def socket(self) -> Path:
+        """The ZeroMQ endpoint's path."""
+        return self.tenant / "kvtierd.sock"
+
+    @property
+    def endpoint(self) -> str:
+        """The address that clients connect to."""
+        return f"ipc://{self.socket}"
+
+    @property
+    def arena_socket(self) -> Path:
+        """The Unix socket that hands out the arena's descriptors."""
+        return self.tenant / "arena.sock"
+
+    @property
+    def events_socket(self) -> Path:
+        """The PUB socket's path."""
+        return self.tenant / "events.sock"
+
+
+def prepare_runtime(places: Places) -> None:
+    """Make the folders of the sockets. Raises StartupError (74) with one line."""
+    _make(places.runtime, RUNTIME_MODE, "runtime folder")
+    _make(places.tenant, TENANT_MODE, "tenant's folder")
+
+
+def prepare_data(places: Places) -> None:
+    """Make the data folder where the nvme tier has one. Raises StartupError (74) with one line."""
+    if places.data is not None:
+        _make(places.data, DATA_MODE, "data folder")
+
+
+def clear_stale_sockets(places: Places) -> list[str]:
+    """Remove sockets that an earlier daemon left; only the holder of the lock may call this.
+
+    Returns their names. Whatever is not a socket is left alone.
+    """
+    stale = [entry for entry in os.scandir(places.tenant) if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode)]
+    for entry in stale:
+        Path(entry.path).unlink()
+    return [entry.name for entry in stale]
+
+
+def _make(folder: Path, mode: int, what: str) -> None:
+    try:
+        missing = not folder.is_dir()
+        folder.mkdir(parents=True, exist_ok=True)
+        if missing:
+            folder.chmod(mode)  # mkdir's own mode is cut by the umask
+        status = folder.stat()
+    except OSError as error:
+        raise StartupError(ExitCode.IO, f"the {what} {folder} cannot be made: {error.strerror}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise StartupError(
+            ExitCode.IO, f"the {what} {folder} cannot be written by user {os.geteuid()}; change its owner"
+        )
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        raise StartupError(
+            ExitCode.IO, f"the {what} {folder} can be written by everybody; take that right away (chmod o-w)"
+        )
