@@ -1,0 +1,27 @@
+"""The benches by name. A bench is imported when it runs, so that one that wants torch stops no other."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+
+from kvtierd.bench.options import Options
+from kvtierd.bench.rows import Row
+
+BENCHES: dict[str, str] = {
+    "protocol": "lookups of 32 keys against a bare pyzmq asyncio echo",
+    "host": "2 MiB blocks through the arena against plain copies",
+    "nvme": "2 MiB blocks offloaded and onboarded against fio",
+    "start": "spawn to ready, and resident memory",
+    "demo": "time to first token of a real model against its cold prefill (wants the extra `demo`)",
+}
+"""Name and what is compared."""
+
+
+def run_bench(name: str, options: Options) -> Iterator[Row]:
+    """Run one bench; rows come as they are measured. Raises BenchError where it cannot run here."""
+    if name not in BENCHES:
+        raise ValueError(f"{name!r} is no bench; there are {', '.join(BENCHES)}")
+    module = importlib.import_module(f"kvtierd.bench.{name}")
+    rows: Iterator[Row] = module.rows(options)
+    return rows

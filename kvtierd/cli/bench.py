@@ -1,0 +1,55 @@
+"""`kvtierctl bench`: figures, each with a reference of the same run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvtierd.bench.catalogue import BENCHES, run_bench
+from kvtierd.bench.options import Options
+from kvtierd.bench.rows import BenchError, Row, as_json, as_table
+
+EXIT_MISSED = 1
+EXIT_CANNOT_RUN = 69  # EX_UNAVAILABLE
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    described = "\n".join(f"  {name:<10}{what}" for name, what in BENCHES.items())
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"benches:\n{described}\n  {'all':<10}each of them in turn"
+    parser.add_argument("name", choices=[*BENCHES, "all"], metavar="NAME", help="which bench; see below")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: under 40 s a bench, and noisier")
+    parser.add_argument("--strict", action="store_true", help="exit 1 when a goal is missed")
+    parser.add_argument("--directory", type=Path, metavar="DIR", help="where temporary stores lie (for nvme: the disk)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the benches asked for. A bench that cannot run here is named on standard error; the others still run."""
+    names = list(BENCHES) if args.name == "all" else [args.name]
+    options = Options(quick=args.quick, directory=args.directory)
+    rows: list[Row] = []
+    failed = False
+    for name in names:
+        try:
+            rows += _shown(run_bench(name, options), as_lines=args.json)
+        except BenchError as error:
+            print(f"kvtierctl bench {name}: {error}", file=sys.stderr)
+            failed = True
+    if rows and not args.json:
+        print(as_table(rows))
+    if failed:
+        return EXIT_CANNOT_RUN
+    return EXIT_MISSED if args.strict and not all(row.ok for row in rows) else 0
+
+
+def _shown(rows: Iterator[Row], *, as_lines: bool) -> Iterator[Row]:
+    for row in rows:
+        if as_lines:
+            print(as_json(row), flush=True)
+        else:
+            print(f"{row.bench}: {row.metric} …", file=sys.stderr)
+        yield row
