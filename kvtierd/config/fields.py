@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from kvtierd.config.schema import Settings
-from kvtierd.core.units import format_bytes, parse_bytes
+from kvtierd.core.units import parse_bytes
 
 Value = bool | int | float | str
 
@@ -79,9 +79,9 @@ class Field:
             raise ValueError(f"{text!r} is not {self._wanted()}") from None
         if not self._in_range(value):
             raise ValueError(f"{text} is out of range; write {self._wanted()}")
-        if value % self.multiple_of:
+        if self.kind is int and value % self.multiple_of:
             raise ValueError(f"{text} is not a multiple of {self.multiple_of}; round it to one")
-        if self.power_of_two and value & (value - 1):
+        if self.power_of_two and value.bit_count() != 1:
             raise ValueError(f"{text} is not a power of two; the nearest below is {_show(1 << value.bit_length() - 1)}")
         return value
 
@@ -99,7 +99,11 @@ class Field:
 
 
 def _show(count: float) -> str:
-    return format_bytes(count).replace(" ", "")
+    """Write a limit as people would type it; limits are whole multiples of their unit."""
+    units = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)]
+    return next(
+        (f"{count // size:.0f}{unit}" for unit, size in units if count >= size and count % size == 0), str(count)
+    )
 
 
 def _fields(info: Any, prefix: str) -> list[Field]:

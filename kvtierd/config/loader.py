@@ -29,8 +29,8 @@ class ConfigError(StartupError):
     """The configuration is wrong; `problems` are all of its mistakes, in the order of the sources."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        self.problems = _in_reading_order(problems)
-        super().__init__(ExitCode.CONFIG, "\n".join(map(str, self.problems)))
+        super().__init__(ExitCode.CONFIG, "\n".join(map(str, problems)))
+        self.problems = list(problems)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,14 +53,16 @@ def load(
     `options` are (dotted key, text, name of the option), later ones win. Raises ConfigError naming every mistake.
     """
     problems: list[Problem] = []
-    layers = [read_file(path, problems) for path in _files(config, etc)]
+    files = _files(config, etc)
+    layers = [read_file(path, problems) for path in files]
     layers.append(_environment_layer(environment, problems))
     layers += [_option_layer(option, problems) for option in options]
     written = _merge(layers)
     values = _parse(written, problems)
     problems += contradictions(values, {key: item.origin for key, item in written.items()})
     if problems:
-        raise ConfigError(problems)
+        sources = [*map(str, files), *(f"${name}" for name in sorted(environment)), *(option[2] for option in options)]
+        raise ConfigError(_in_reading_order(problems, sources))
     return Loaded(build(values), {key: written[key].origin if key in written else DEFAULT for key in FIELDS})
 
 
@@ -76,15 +78,16 @@ def build(values: Mapping[str, Value]) -> Settings:
     return msgspec.convert(tree, Settings)
 
 
-def _in_reading_order(problems: Sequence[Problem]) -> list[Problem]:
+def _in_reading_order(problems: Sequence[Problem], sources: Sequence[str]) -> list[Problem]:
     """Source by source, and by line within a file."""
 
-    def place(problem: Problem) -> tuple[str, int]:
-        name, colon, line = problem.origin.rpartition(":")
-        return (name, int(line)) if colon and line.isdigit() else (problem.origin, 0)
+    def place(problem: Problem) -> tuple[int, int]:
+        name, _, line = problem.origin.rpartition(":")
+        if not line.isdigit():
+            name, line = problem.origin, "0"
+        return (sources.index(name) if name in sources else len(sources), int(line))
 
-    sources = list(dict.fromkeys(place(problem)[0] for problem in problems))
-    return sorted(problems, key=lambda problem: (sources.index(place(problem)[0]), place(problem)[1]))
+    return sorted(problems, key=place)
 
 
 def _files(config: Path | None, etc: Path) -> list[Path]:
