@@ -15,7 +15,7 @@ MAX_IPC_PATH_BYTES = 107
 """The kernel's sockaddr_un holds 108 bytes with the closing zero."""
 
 SOCKET_NAME_BYTES = 16
-"""No socket below a tenant's folder has a longer name (kvtierd.daemon.directories)."""
+"""No socket below a tenant's folder has a longer name (kvtierd.protocol.endpoint; a test compares)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

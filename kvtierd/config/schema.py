@@ -143,5 +143,7 @@ class Settings(_Section, frozen=True, kw_only=True):
     log: Log = Log()
     cache_dir: Folder = ""
     """Folder of compiled kernels; "" takes $CACHE_DIRECTORY or the user's cache folder."""
+    max_blocks: Annotated[int, Meta(ge=1024, le=1 << 30)] = 8 << 20
+    """Most blocks in all tiers; address space is reserved for them, memory is taken as they come."""
     worker_threads: Annotated[int, Meta(ge=0, le=256)] = 0
     """Threads for copies and checksums; 0 takes one per CPU, at most 8."""

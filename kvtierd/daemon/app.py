@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
 from kvtierd.config.schema import Settings
-from kvtierd.daemon.directories import Places, clear_stale_sockets, prepare_data, prepare_runtime
+from kvtierd.daemon.directories import Places, prepare_data, prepare_runtime
 from kvtierd.daemon.lifecycle import StopRequest
 from kvtierd.daemon.lock import RuntimeLock
 from kvtierd.telemetry.notify import notify
@@ -51,8 +51,6 @@ async def run(settings: Settings, compose: Compose, *, ready_fd: int = -1, stop_
     lock = RuntimeLock(places.lock)
     try:
         prepare_data(places)
-        if stale := clear_stale_sockets(places):
-            log.info("removed sockets of an earlier daemon: %s", ", ".join(sorted(stale)))
         async with contextlib.AsyncExitStack() as parts:
             await _serve(parts.enter_async_context(compose(settings, places)), stop, ready_fd, begin_s)
     finally:

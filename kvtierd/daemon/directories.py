@@ -1,4 +1,4 @@
-"""The folders of a daemon: made where possible, checked where they exist, cleared of a dead daemon's sockets."""
+"""The folders of a daemon: made where possible, checked where they exist."""
 
 from __future__ import annotations
 
@@ -35,26 +35,6 @@ class Places:
         """The file whose lock says that a daemon lives here."""
         return self.runtime / "lock"
 
-    @property
-    def socket(self) -> Path:
-        """The ZeroMQ endpoint's path."""
-        return self.tenant / "kvtierd.sock"
-
-    @property
-    def endpoint(self) -> str:
-        """The address that clients connect to."""
-        return f"ipc://{self.socket}"
-
-    @property
-    def arena_socket(self) -> Path:
-        """The Unix socket that hands out the arena's descriptors."""
-        return self.tenant / "arena.sock"
-
-    @property
-    def events_socket(self) -> Path:
-        """The PUB socket's path."""
-        return self.tenant / "events.sock"
-
 
 def prepare_runtime(places: Places) -> None:
     """Make the folders of the sockets. Raises StartupError (74) with one line."""
@@ -66,17 +46,6 @@ def prepare_data(places: Places) -> None:
     """Make the data folder where the nvme tier has one. Raises StartupError (74) with one line."""
     if places.data is not None:
         _make(places.data, DATA_MODE, "data folder")
-
-
-def clear_stale_sockets(places: Places) -> list[str]:
-    """Remove sockets that an earlier daemon left; only the holder of the lock may call this.
-
-    Returns their names. Whatever is not a socket is left alone.
-    """
-    stale = [entry for entry in os.scandir(places.tenant) if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode)]
-    for entry in stale:
-        Path(entry.path).unlink()
-    return [entry.name for entry in stale]
 
 
 def _make(folder: Path, mode: int, what: str) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import stat
 import subprocess
 import sys
@@ -12,8 +11,9 @@ import pytest
 from kvtierd.config.check import MAX_IPC_PATH_BYTES, SOCKET_NAME_BYTES
 from kvtierd.config.schema import Nvme, Server, Settings
 from kvtierd.core.errors import StartupError
-from kvtierd.daemon.directories import Places, clear_stale_sockets, prepare_data, prepare_runtime
+from kvtierd.daemon.directories import Places, prepare_data, prepare_runtime
 from kvtierd.daemon.lock import RuntimeLock
+from kvtierd.protocol import endpoint
 
 
 @pytest.fixture
@@ -64,25 +64,10 @@ def test_folder_that_everybody_may_write_is_refused(places: Places) -> None:
         prepare_runtime(places)
 
 
-def test_only_stale_sockets_are_cleared(places: Places) -> None:
-    prepare_runtime(places)
-    for name in ("kvtierd.sock", "arena.sock"):
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(places.tenant / name))
-    target = places.runtime / "target.sock"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(target))
-    (places.tenant / "link.sock").symlink_to(target)
-    (places.tenant / "notes").write_text("mine")
-    assert sorted(clear_stale_sockets(places)) == ["arena.sock", "kvtierd.sock"]
-    assert sorted(entry.name for entry in places.tenant.iterdir()) == ["link.sock", "notes"]
-    assert target.exists()
-
-
-def test_socket_names_fit_what_the_configuration_reserves(places: Places) -> None:
-    for path in (places.socket, places.arena_socket, places.events_socket):
-        assert len(path.name) <= SOCKET_NAME_BYTES
-    assert MAX_IPC_PATH_BYTES == 107
+def test_socket_names_fit_what_the_configuration_reserves() -> None:
+    for name in (endpoint.SOCKET_NAME, endpoint.ARENA_NAME, endpoint.EVENTS_NAME):
+        assert len(name) <= SOCKET_NAME_BYTES
+    assert endpoint.MAX_PATH_BYTES == MAX_IPC_PATH_BYTES
 
 
 def test_second_daemon_on_a_runtime_folder_is_refused(tmp_path: Path) -> None:

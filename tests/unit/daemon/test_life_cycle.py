@@ -31,7 +31,7 @@ class Parts:
 
     @contextlib.asynccontextmanager
     async def compose(self, _settings: Settings, places: Places) -> AsyncIterator[Parts]:
-        self.endpoint = places.endpoint
+        self.endpoint = f"ipc://{places.tenant}/kvtierd.sock"
         self.events.append("starting")
         try:
             await self.start_gate.wait()
