@@ -149,17 +149,15 @@ SECTIONS: frozenset[str] = frozenset(
 
 
 def unknown_key(key: str) -> str:
-    """Say that a key does not exist and which one is nearest: same section first, then anywhere."""
+    """Say that a key does not exist and which one is nearest: alike in its last word, better in the same section."""
     section, _, leaf = key.rpartition(".")
-    names = [*FIELDS, *SECTIONS]
-    siblings = {_leaf(name): name for name in names if name.rpartition(".")[0] == section}
-    anywhere = {_leaf(name): name for name in reversed(names)}
-    for candidates in (siblings, anywhere):
-        if near := difflib.get_close_matches(leaf, candidates, 1, 0.6):
-            return f"unknown key; the nearest is {candidates[near[0]]}"
-    near = difflib.get_close_matches(key, names, 1, 0.0)
-    return f"unknown key; the nearest is {near[0]}"
+
+    def likeness(name: str) -> float:
+        its_section, _, its_leaf = name.rpartition(".")
+        return _ratio(leaf, its_leaf) + 0.3 * _ratio(section, its_section) + 0.1 * (section == its_section)
+
+    return f"unknown key; the nearest is {max([*FIELDS, *sorted(SECTIONS)], key=likeness)}"
 
 
-def _leaf(key: str) -> str:
-    return key.rpartition(".")[2]
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other, autojunk=False).ratio()
