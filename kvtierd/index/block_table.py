@@ -1,0 +1,140 @@
+"""The block table: everything the daemon knows of a block, in columns, one row per block and no Python object.
+
+Rows are numbers. The columns are fields of one 64-byte record, so that whoever has verified a block's key has the rest
+of its state in the cache already; each column is a NumPy view with that stride. The maximum is reserved as virtual
+memory at start; pages are taken as rows are first used.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from kvtierd.index.jit import compiled
+from kvtierd.index.layout import RECORD_BYTES, ROW_NUMBERS, Keys, Rows, Words
+from kvtierd.index.memory import reserve
+
+NO_NAMESPACE = 0xFFFF
+"""Namespace number of a row that holds no block."""
+ROWS_MAX = 1 << 30
+
+RECORD = np.dtype(
+    {
+        "names": [
+            "key", "host_slot", "gpu_slot", "segment", "extent_page", "last_access_s", "namespace", "pins", "flags",
+            "moves",
+        ],
+        "formats": [("u1", 32), "i4", "i4", "i4", "u4", "u4", "u2", "u2", "u1", "u1"],
+        "offsets": [0, 32, 36, 40, 44, 48, 52, 54, 56, 57],
+        "itemsize": RECORD_BYTES,
+    }
+)  # fmt: skip
+
+_WORDS32 = types.int32[:, ::1]
+_FRESH, _FREED = 0, 1
+
+
+@compiled(types.int64(_WORDS32, ROW_NUMBERS, types.int64[::1], ROW_NUMBERS))
+def _alloc(words: npt.NDArray[np.int32], freed: Rows, counts: npt.NDArray[np.int64], out: Rows) -> int:
+    """Take rows for `out`, freed ones first, and give them the state of a block that is nowhere yet."""
+    taken = 0
+    while taken < out.size:
+        if counts[_FREED] > 0:
+            counts[_FREED] -= 1
+            row = freed[counts[_FREED]]
+        elif counts[_FRESH] < words.shape[0]:
+            row = np.int32(counts[_FRESH])
+            counts[_FRESH] += 1
+        else:
+            break
+        words[row, :] = 0
+        words[row, 8:11] = -1
+        out[taken] = row
+        taken += 1
+    return taken
+
+
+@compiled(types.int64(_WORDS32, ROW_NUMBERS, types.int64[::1], ROW_NUMBERS))
+def _free(words: npt.NDArray[np.int32], freed: Rows, counts: npt.NDArray[np.int64], rows: Rows) -> int:
+    """Give rows back; returns the first number that is no row in use, or -1."""
+    for row in rows:
+        if row < 0 or row >= counts[_FRESH] or (words[row, 13] & NO_NAMESPACE) == NO_NAMESPACE:
+            return int(row)
+        words[row, 13] = NO_NAMESPACE
+        freed[counts[_FREED]] = row
+        counts[_FREED] += 1
+    return -1
+
+
+class BlockTable:
+    """Columns over `capacity` rows; each is an array [capacity] (`key` [capacity, 32]) that may be read and written.
+
+    key           uint8    block key
+    namespace     uint16   the daemon's number of the namespace, 0..65534
+    host_slot     int32    slot in the host tier, -1 none
+    gpu_slot      int32    slot in the gpu tier, -1 none
+    segment       int32    segment on disk, -1 none
+    extent_page   uint32   offset in the segment / 4096
+    block_sum     uint64   checksum of the block
+    pins          uint16   how many hold a pin
+    flags, moves  uint8    the owner's
+    last_access_s uint32   seconds of the daemon's clock
+
+    `records` is the same memory as words, [capacity, 8] uint64, for the page table.
+    Raises ValueError for a capacity outside 1..2**30.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if not 1 <= capacity <= ROWS_MAX:
+            raise ValueError(f"capacity is {capacity} rows; it must be in 1..{ROWS_MAX}")
+        assert sys.byteorder == "little"
+        self.capacity = capacity
+        self.records: Words = reserve((capacity, RECORD_BYTES // 8), np.uint64)
+        fields = self.records.view(RECORD)[:, 0]
+        self.key: Keys = fields["key"]
+        self.namespace: npt.NDArray[np.uint16] = fields["namespace"]
+        self.host_slot: Rows = fields["host_slot"]
+        self.gpu_slot: Rows = fields["gpu_slot"]
+        self.segment: Rows = fields["segment"]
+        self.extent_page: npt.NDArray[np.uint32] = fields["extent_page"]
+        self.last_access_s: npt.NDArray[np.uint32] = fields["last_access_s"]
+        self.pins: npt.NDArray[np.uint16] = fields["pins"]
+        self.flags: npt.NDArray[np.uint8] = fields["flags"]
+        self.moves: npt.NDArray[np.uint8] = fields["moves"]
+        self.block_sum: npt.NDArray[np.uint64] = reserve((capacity,), np.uint64)
+        self._words: npt.NDArray[Any] = self.records.view(np.int32)
+        self._freed: Rows = reserve((capacity,), np.int32)
+        self._counts = np.zeros(2, np.int64)
+
+    def __len__(self) -> int:
+        """Rows in use."""
+        return int(self._counts[_FRESH] - self._counts[_FREED])
+
+    @property
+    def used_rows(self) -> int:
+        """Rows from 0 on that were ever in use: columns beyond are untouched, so passes over the table end here. Those
+        of them that are free have namespace NO_NAMESPACE."""
+        return int(self._counts[_FRESH])
+
+    def alloc(self, count: int) -> Rows:
+        """Take up to `count` rows, fewer when the table is full: [n] int32.
+
+        They come with slots and segment -1 and everything else 0, except `block_sum`, which is as it was.
+        """
+        rows = np.empty(count, np.int32)
+        return rows[: _alloc(self._words, self._freed, self._counts, rows)]
+
+    def free(self, rows: Rows) -> None:
+        """Give rows ([n] int32) back; their keys must be out of the page table. Raises ValueError for a row that is
+        not in use; those before it are free then."""
+        bad = _free(self._words, self._freed, self._counts, rows)
+        if bad != -1 or (rows.size and rows.min() < 0):
+            raise ValueError(f"row {bad} is not in use; the table has {len(self)} rows in use of {self.capacity}")
+
+    def bytes_per_block(self) -> int:
+        """RAM per row, everything counted: record, checksum, place on the free list."""
+        return RECORD_BYTES + self.block_sum.itemsize + self._freed.itemsize

@@ -1,0 +1,113 @@
+"""The page table: block key to row of the block table, a cuckoo hash table (layout, probe and update hold its code)."""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+
+from kvtierd.index import probe, update
+from kvtierd.index.block_table import BlockTable
+from kvtierd.index.layout import (
+    BUCKETS,
+    BUCKETS_MAX,
+    COUNT,
+    DISPLACED,
+    HEADER_LINES,
+    K0,
+    K1,
+    LINE_BYTES,
+    LOOKUPS,
+    MASK,
+    REFUSED,
+    SLOTS,
+    SPLITS,
+    STASH_PROBES,
+    STASHED,
+    TOUCHED,
+    TOUCHED_MAX,
+    Keys,
+    Rows,
+)
+from kvtierd.index.memory import reserve
+
+INITIAL_BUCKETS = 16
+
+
+class PageTable:
+    """Finds blocks by namespace number and whole 32-byte key; the keys live in `blocks`, the table holds tags and rows.
+
+    It grows with the number of blocks, up to `blocks.capacity`, a bucket at a time. All calls are for one thread (the
+    loop); they run without the GIL. `secret` (16 bytes) seeds the hash; only tests give one.
+    """
+
+    def __init__(self, blocks: BlockTable, secret: bytes | None = None) -> None:
+        self._records = blocks.records
+        buckets_max = max(INITIAL_BUCKETS, -(-blocks.capacity * update.LOAD_OF // (update.LOAD_FULL * SLOTS)))
+        self._table = reserve((HEADER_LINES + buckets_max, LINE_BYTES // 8), np.uint64)
+        head = self._table[0]
+        head[[K0, K1]] = np.frombuffer(secret or secrets.token_bytes(16), "<u8")
+        head[BUCKETS], head[MASK], head[BUCKETS_MAX] = INITIAL_BUCKETS, INITIAL_BUCKETS - 1, buckets_max
+
+    def __len__(self) -> int:
+        """Blocks in the table."""
+        return int(self._table[0, COUNT])
+
+    def lookup(self, keys: Keys, namespace: int) -> Rows:
+        """Rows of `keys` ([n, 32] uint8, contiguous): [n] int32, -1 where the namespace has no such block."""
+        rows = np.empty(len(keys), np.int32)
+        probe.lookup(self._table, self._records, keys, namespace, rows)
+        return rows
+
+    def prefix(self, keys: Keys, namespace: int) -> tuple[int, Rows]:
+        """Length of the leading run of present keys, and its rows ([hit] int32).
+
+        It stops at the first miss: whatever the number of keys, at most hit + 32 of them are looked at.
+        """
+        rows = np.empty(len(keys), np.int32)
+        hit = probe.prefix(self._table, self._records, keys, namespace, rows)
+        return hit, rows[:hit]
+
+    def insert(self, rows: Rows) -> Rows:
+        """Insert blocks by row ([n] int32), whose key and namespace are set: [n] int32.
+
+        -1 for a block that is in now. A key that its namespace has already, also from earlier in this batch, is not
+        inserted again: its answer is the row that has it. -2 for one that found no place, which takes a full block
+        table or some 24 keys that share both buckets: nothing has changed then.
+        Raises IndexError for a number that is no row.
+        """
+        outcome = np.empty(len(rows), np.int32)
+        if not update.insert(self._table, self._records, rows, outcome):
+            raise IndexError(f"rows {rows.min()}..{rows.max()} are not in a block table of {len(self._records)} rows")
+        return outcome
+
+    def delete(self, rows: Rows) -> int:
+        """Take blocks out by row ([n] int32) before their rows are freed; returns how many were in.
+
+        Raises IndexError for a number that is no row.
+        """
+        deleted = update.delete(self._table, self._records, rows)
+        if deleted < 0:
+            raise IndexError(f"rows {rows.min()}..{rows.max()} are not in a block table of {len(self._records)} rows")
+        return deleted
+
+    def bytes_per_block(self) -> float:
+        """RAM of the buckets in use per block that is in."""
+        return LINE_BYTES * (HEADER_LINES + int(self._table[0, BUCKETS])) / max(1, len(self))
+
+    def stats(self) -> dict[str, int | float]:
+        """Gauges and counters by name."""
+        head, counters = self._table[0].tolist(), self._table[1].tolist()
+        return {
+            "blocks": head[COUNT],
+            "buckets": head[BUCKETS],
+            "load": head[COUNT] / (head[BUCKETS] * SLOTS),
+            "stashed": head[STASHED],
+            "lookups": counters[LOOKUPS],
+            "buckets_touched_mean": counters[TOUCHED] / max(1, counters[LOOKUPS]),
+            "buckets_touched_max": counters[TOUCHED_MAX],
+            "stash_probes": counters[STASH_PROBES],
+            "displaced": counters[DISPLACED],
+            "splits": counters[SPLITS],
+            "refused": counters[REFUSED],
+        }

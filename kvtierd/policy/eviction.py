@@ -1,0 +1,65 @@
+"""Who goes first when a tier needs room."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.index.lru import LruLists
+
+Slots = npt.NDArray[np.int32]
+
+CLASSES_MAX = 1 << 16
+
+
+class EvictionPolicy(Protocol):
+    """What a tier tells about its slots, and what it asks. `slots` are [n] int32 in the order of their prefix.
+
+    `cls` is the class of the slots (their size and owner): room for one class can only come from slots of that class.
+    Only `victims` decides, from nothing but what was told before; a policy evicts nothing itself.
+    """
+
+    def inserted(self, cls: int, slots: Slots) -> None:
+        """The slots hold blocks now."""
+        ...
+
+    def accessed(self, cls: int, slots: Slots) -> None:
+        """A request used the blocks in these slots; slots that hold no block are ignored."""
+        ...
+
+    def removed(self, cls: int, slots: Slots) -> None:
+        """The slots hold no blocks any more; those that held none are ignored."""
+        ...
+
+    def victims(self, cls: int, holds: npt.NDArray[Any], out_max: int, scan_max: int) -> Slots:
+        """Up to `out_max` slots whose blocks should go, in that order, none of them held.
+
+        `holds` is a column over all slots (int32 or uint16), 0 where nobody holds the slot. The search looks at
+        `scan_max` slots at most, so that its time is bounded whatever is held.
+        """
+        ...
+
+
+class LruEviction:
+    """The least recently used block goes first; of blocks used together, the tail of the prefix before its head."""
+
+    def __init__(self, slots_max: int, classes_max: int = CLASSES_MAX) -> None:
+        self._lists = LruLists(slots_max, classes_max)
+
+    def inserted(self, cls: int, slots: Slots) -> None:
+        """See EvictionPolicy."""
+        self._lists.push(cls, slots)
+
+    def accessed(self, cls: int, slots: Slots) -> None:
+        """See EvictionPolicy."""
+        self._lists.touch(cls, slots)
+
+    def removed(self, cls: int, slots: Slots) -> None:
+        """See EvictionPolicy."""
+        self._lists.remove(cls, slots)
+
+    def victims(self, cls: int, holds: npt.NDArray[Any], out_max: int, scan_max: int) -> Slots:
+        """See EvictionPolicy."""
+        return self._lists.victims(cls, holds, out_max, scan_max)
