@@ -1,0 +1,94 @@
+"""`kvtierctl`: finds the command's file, reads its arguments, and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
+
+from kvtierd.cli.errors import CommandError
+from kvtierd.core.errors import ExitCode, KvtierdError, StartupError
+from kvtierd.core.version import VERSION
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Command:
+    """One command: the module that holds it, imported only when it runs, and what it does."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "ping": Command("kvtierd.cli.ping", "ask whether the daemon answers, and how fast"),
+    "stat": Command("kvtierd.cli.stat", "show the daemon's counters and gauges"),
+    "demo": Command("kvtierd.cli.demo", "show a real model's KV going through all tiers and a restart"),
+    "bench": Command("kvtierd.cli.bench", "measure a figure against its reference"),
+    "precompile": Command("kvtierd.cli.precompile", "compile all kernels into the cache folder"),
+}
+
+
+class CommandModule(Protocol):
+    """What the file of a command defines."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare its arguments."""
+        ...
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do it; returns the exit code, raises KvtierdError for what the user can mend."""
+        ...
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(ExitCode.USAGE, f"{self.prog}: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((word for word in words if not word.startswith("-")), "")
+    args = _parser(chosen).parse_args(words)
+    module: CommandModule = importlib.import_module(COMMANDS[args.command].module)
+    try:
+        return module.run(args)
+    except KvtierdError as error:
+        sys.stderr.write(f"kvtierctl {args.command}: {error}\n")
+        return _exit_code(error)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone (`| head`): that is no error, and flushing at exit must not find one.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.OK
+
+
+def _exit_code(error: KvtierdError) -> int:
+    match error:
+        case CommandError() | StartupError():
+            return error.exit_code
+        case _:
+            return 1
+
+
+def _parser(chosen: str) -> argparse.ArgumentParser:
+    """A parser that knows all commands by name, and the arguments of the chosen one."""
+    parser = _Parser(prog="kvtierctl", description="Talks to kvtierd, the KV cache daemon.")
+    parser.add_argument("--version", action="version", version=f"kvtierctl {VERSION}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, help=command.summary, description=f"{command.summary.capitalize()}.")
+        if name == chosen:
+            module: CommandModule = importlib.import_module(command.module)
+            module.add_arguments(sub)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

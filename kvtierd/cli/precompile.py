@@ -1,0 +1,26 @@
+"""`kvtierctl precompile`: fill the kernel cache at install, so that no start compiles."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from kvtierd.cli.errors import CommandError, Failure
+from kvtierd.config.loader import load
+from kvtierd.config.options import add_options
+from kvtierd.daemon.kernels import load_kernels
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that choose the cache folder are those of the daemon."""
+    add_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile what is missing. Raises CommandError where nothing can be cached."""
+    settings = load(config=args.config, options=args.options, environment=os.environ).settings
+    kernels = load_kernels(settings.cache_dir)
+    if kernels.directory is None:
+        raise CommandError(Failure.IO, kernels.note)
+    print(f"{kernels.note}; loaded in {kernels.seconds:.2f} s")
+    return 0
