@@ -1,1 +1,24 @@
-"""Device interface, slot pools and kernels."""
+"""Device interface, slot pools and kernels: the only package that knows whether there is a GPU."""
+
+from __future__ import annotations
+
+from kvtierd.config.schema import Gpu
+from kvtierd.core.errors import ExitCode, StartupError
+from kvtierd.gpu.device import Device
+from kvtierd.gpu.host_device import HostDevice
+
+__all__ = ["Device", "HostDevice", "open_device"]
+
+
+def open_device(settings: Gpu) -> Device:
+    """Open the device of the `gpu` tier: `host`, `auto` or `cuda:N`.
+
+    `auto` is `host` as long as there is no CUDA device in this package; asking for one by name is an error with exit
+    code 69 rather than a silent fallback. Raises StartupError.
+    """
+    name = settings.device
+    if name in {"auto", "host"}:
+        return HostDevice(settings.capacity)
+    if name.startswith("cuda:"):
+        raise StartupError(ExitCode.NO_DEVICE, f"gpu.device is {name!r}, and this version has no CUDA device; use host")
+    raise StartupError(ExitCode.CONFIG, f"gpu.device is {name!r}; use auto, host or cuda:N")

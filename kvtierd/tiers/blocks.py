@@ -1,0 +1,123 @@
+"""Which blocks there are and where: the block table, the page table and the residency marks, kept in step."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.core.keys import Keys
+from kvtierd.index.block_table import BlockTable
+from kvtierd.index.page_table import PageTable
+from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME
+
+Rows = npt.NDArray[np.int32]
+
+RESIDENT: Final = TIER_GPU | TIER_HOST | TIER_NVME
+VISIBLE: Final = 8
+"""The block is whole and may be found."""
+WRITING: Final = 16
+"""Reserved: a client writes it."""
+GONE: Final = 32
+"""Forgotten while a move still names the row; freed with the last move."""
+
+
+class Blocks:
+    """Rows of the block table by key. The `flags` column holds the residency mask and the marks above."""
+
+    def __init__(self, capacity: int) -> None:
+        self.table = BlockTable(capacity)
+        self.pages = PageTable(self.table)
+
+    def find_prefix(self, keys: Keys, namespace: int) -> Rows:
+        """Rows of the leading run of visible blocks."""
+        hit, rows = self.pages.prefix(keys, namespace)
+        rows = rows[:hit]
+        hidden = (self.table.flags[rows] & VISIBLE) == 0
+        return rows[: int(hidden.argmax())] if hidden.any() else rows
+
+    def find(self, keys: Keys, namespace: int) -> Rows:
+        """Rows of visible blocks, in the order of keys, without the misses."""
+        rows = self.pages.lookup(keys, namespace)
+        rows = rows[rows >= 0]
+        seen: Rows = rows[(self.table.flags[rows] & VISIBLE) != 0]
+        return seen
+
+    def residency(self, rows: Rows) -> npt.NDArray[np.uint8]:
+        """Residency masks."""
+        return self.table.flags[rows] & np.uint8(RESIDENT)
+
+    def add(self, keys: Keys, namespace: int, flags: int) -> tuple[Rows, npt.NDArray[np.intp]]:
+        """Make rows for keys that are not there: (rows, positions in keys).
+
+        Keys that are present, or named twice, get none. When the table is full the last ones get none either, and
+        are told apart by `find`.
+        """
+        absent = np.flatnonzero(self.pages.lookup(keys, namespace) < 0)
+        rows = self.table.alloc(absent.size)
+        absent = absent[: rows.size]
+        table = self.table
+        table.key[rows] = keys[absent]
+        table.namespace[rows] = namespace
+        table.flags[rows] = flags
+        entered = self.pages.insert(rows) == -1
+        if not entered.all():
+            # Named twice in this batch, or no place in the page table.
+            self._free(rows[~entered])
+            rows, absent = rows[entered], absent[entered]
+        return rows, absent
+
+    def mark(self, rows: Rows, tier: int) -> None:
+        """The blocks have a copy in a tier."""
+        self.table.flags[rows] |= np.uint8(tier)
+
+    def unmark(self, rows: Rows, tier: int) -> None:
+        """The blocks have no copy in a tier any more."""
+        self.table.flags[rows] &= np.uint8(~tier & 0xFF)
+
+    def hide(self, rows: Rows) -> None:
+        """Take rows out of the page table; they exist on for whoever still works with them."""
+        listed = rows[(self.table.flags[rows] & GONE) == 0]
+        if listed.size:
+            self.pages.delete(listed)
+            self.table.flags[listed] = (self.table.flags[listed] | GONE) & np.uint8(~VISIBLE & 0xFF)
+
+    def show(self, rows: Rows) -> None:
+        """List hidden rows again; their keys must not be taken."""
+        self.table.flags[rows] &= np.uint8(~GONE & 0xFF)
+        self.pages.insert(rows)
+
+    def drop(self, rows: Rows) -> None:
+        """Forget rows that have no copies: freed now, or with the last move that names them."""
+        self.hide(rows)
+        idle = rows[self.table.moves[rows] == 0]
+        if idle.size:
+            self._free(idle)
+
+    def begin_move(self, rows: Rows) -> None:
+        """A move names the rows: they are not freed before `end_move`."""
+        self.table.moves[rows] += 1
+
+    def end_move(self, rows: Rows) -> None:
+        """Undo `begin_move`; forgotten rows go with their last move."""
+        self.table.moves[rows] -= 1
+        flags, moves = self.table.flags[rows], self.table.moves[rows]
+        over = rows[(flags & GONE != 0) & (flags & (RESIDENT | WRITING) == 0) & (moves == 0)]
+        if over.size:
+            self._free(over)
+
+    def live(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which rows are still what they were when a move began."""
+        alive: npt.NDArray[np.bool_] = (self.table.flags[rows] & GONE) == 0
+        return alive
+
+    def of_namespace(self, namespace: int) -> Rows:
+        """Visible rows of a namespace: one pass over the table's columns, for operators' commands only."""
+        used = self.table.used_rows
+        mine = (self.table.namespace[:used] == namespace) & (self.table.flags[:used] & VISIBLE != 0)
+        return np.flatnonzero(mine).astype(np.int32)
+
+    def _free(self, rows: Rows) -> None:
+        self.table.flags[rows] = 0
+        self.table.free(rows)

@@ -1,0 +1,156 @@
+"""A block's copies in the tiers: adding one, dropping one, and forgetting the block with its last.
+
+Every change of residency goes through here, so that flags, columns, slots and policies stay in step.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from kvtierd.core.units import PAGE_BYTES
+from kvtierd.gpu.slot_pool import NO_SLOT, SlotClass, Slots
+from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME, TIERS, Tier
+from kvtierd.storage.interface import Extent
+from kvtierd.tiers.blocks import GONE, RESIDENT, Blocks, Rows
+from kvtierd.tiers.gpu_tier import GpuTier
+from kvtierd.tiers.host_tier import HostTier
+from kvtierd.tiers.namespaces import NamespaceEntry, NamespaceTable
+from kvtierd.tiers.slot_tier import SlotTier
+
+BIT: dict[Tier, int] = {"gpu": TIER_GPU, "host": TIER_HOST, "nvme": TIER_NVME}
+
+
+class EventSink(Protocol):
+    """Who is told about blocks that appear and vanish."""
+
+    def stored(self, keys: Sequence[bytes], parent: bytes | None, block_size: int, medium: str) -> None:
+        """Blocks became visible."""
+        ...
+
+    def removed(self, keys: Sequence[bytes], medium: str) -> None:
+        """Blocks are gone."""
+        ...
+
+
+class Copies:
+    """The blocks and their copies."""
+
+    def __init__(self, blocks: Blocks, host: HostTier, gpu: GpuTier | None, events: EventSink | None) -> None:
+        self.blocks = blocks
+        self.host = host
+        self.gpu = gpu
+        self.events = events
+        self.namespaces = NamespaceTable()
+        self.counters: collections.Counter[str] = collections.Counter()
+        self.dead_extents: list[tuple[bytes, bytes, Extent]] = []
+        """Extents of forgotten blocks that wait for their tombstones."""
+
+    def host_class(self, entry: NamespaceEntry) -> SlotClass:
+        """Class of a namespace's slots in host."""
+        return self.host.class_for(entry.geometry.slot_bytes, entry.geometry.layers, entry.tenant)
+
+    def gpu_class(self, entry: NamespaceEntry) -> SlotClass:
+        """Class of a namespace's slots in gpu; there must be a gpu tier."""
+        assert self.gpu is not None
+        return self.gpu.class_for(entry.geometry.slot_bytes, entry.geometry.layers, entry.tenant)
+
+    def add_host(self, cls: SlotClass, rows: Rows, slots: Slots) -> None:
+        """Filled host slots become copies of rows."""
+        self.blocks.table.host_slot[rows] = slots
+        self.blocks.mark(rows, TIER_HOST)
+        self.host.settle(cls, slots, rows)
+
+    def add_gpu(self, cls: SlotClass, rows: Rows, slots: Slots) -> None:
+        """Filled gpu slots become copies of rows."""
+        assert self.gpu is not None
+        self.blocks.table.gpu_slot[rows] = slots
+        self.blocks.mark(rows, TIER_GPU)
+        self.gpu.settle(cls, slots, rows)
+
+    def add_nvme(self, row: int, extent: Extent) -> None:
+        """An extent on disk becomes a copy of a row."""
+        table = self.blocks.table
+        table.segment[row] = extent.segment
+        table.extent_page[row] = extent.offset // PAGE_BYTES
+        self.blocks.mark(np.array([row], np.int32), TIER_NVME)
+
+    def drop_host(self, cls: SlotClass, rows: Rows) -> None:
+        """Drop host copies; blocks without another copy are forgotten."""
+        self._drop_slots(self.host, cls, rows, self.blocks.table.host_slot, TIER_HOST)
+
+    def drop_gpu(self, cls: SlotClass, rows: Rows) -> None:
+        """Drop gpu copies; blocks without another copy are forgotten."""
+        assert self.gpu is not None
+        self._drop_slots(self.gpu, cls, rows, self.blocks.table.gpu_slot, TIER_GPU)
+
+    def drop_nvme(self, rows: Rows) -> None:
+        """Extents are gone or no longer wanted; blocks without another copy are forgotten."""
+        self.blocks.table.segment[rows] = -1
+        self.blocks.unmark(rows, TIER_NVME)
+        self._forget_bare(rows)
+
+    def evict_host(self, cls: SlotClass, slots: Slots) -> None:
+        """Drop the host copies that lie in these slots, to make room."""
+        rows = self.host.pool.row[slots]
+        self.counters["host_evicted_blocks"] += rows.size
+        lost = int((self.blocks.residency(rows) == TIER_HOST).sum())
+        self.counters["host_lost_blocks"] += lost
+        self.drop_host(cls, rows)
+
+    def forget(self, entry: NamespaceEntry, rows: Rows) -> None:
+        """Forget blocks of one namespace in every tier; copies in use stay until their last hold ends."""
+        table = self.blocks.table
+        self._bury(entry, rows[table.segment[rows] >= 0])
+        self.blocks.begin_move(rows)
+        for bit, column in ((TIER_HOST, table.host_slot), (TIER_GPU, table.gpu_slot)):
+            mine = rows[column[rows] >= 0]
+            if mine.size and bit == TIER_HOST:
+                self.drop_host(self.host_class(entry), mine)
+            elif mine.size:
+                self.drop_gpu(self.gpu_class(entry), mine)
+        on_disk = rows[table.segment[rows] >= 0]
+        if on_disk.size:
+            self.drop_nvme(on_disk)
+        self.blocks.drop(rows)
+        self.blocks.end_move(rows)
+
+    def extent(self, row: int, entry: NamespaceEntry) -> Extent:
+        """Where a row lies on disk."""
+        table = self.blocks.table
+        offset = int(table.extent_page[row]) * PAGE_BYTES
+        return Extent(int(table.segment[row]), offset, entry.geometry.slot_bytes)
+
+    def keep_elsewhere(self, rows: Rows, tier: Tier) -> Rows:
+        """Those rows that have a copy in a tier and another one elsewhere."""
+        mask = self.blocks.residency(rows)
+        kept: Rows = rows[(mask & BIT[tier] != 0) & (mask & ~np.uint8(BIT[tier]) != 0)]
+        return kept
+
+    def tier_counts(self) -> dict[str, int]:
+        """Visible copies by tier."""
+        flags = self.blocks.table.flags[: self.blocks.table.used_rows]
+        return {f"{tier}_blocks": int((flags & BIT[tier] != 0).sum()) for tier in TIERS}
+
+    def _drop_slots(self, tier: SlotTier, cls: SlotClass, rows: Rows, column: Slots, bit: int) -> None:
+        slots = column[rows]
+        column[rows] = NO_SLOT
+        self.blocks.unmark(rows, bit)
+        tier.disown(cls, slots)
+        self._forget_bare(rows)
+
+    def _forget_bare(self, rows: Rows) -> None:
+        flags = self.blocks.table.flags[rows]
+        bare = rows[flags & (RESIDENT | GONE) == 0]
+        if bare.size:
+            if self.events is not None:
+                self.events.removed([key.tobytes() for key in self.blocks.table.key[bare]], "kvtierd")
+            self.blocks.drop(bare)
+
+    def _bury(self, entry: NamespaceEntry, rows: Rows) -> None:
+        keys = self.blocks.table.key
+        for row in rows.tolist():
+            self.dead_extents.append((entry.digest, keys[row].tobytes(), self.extent(row, entry)))

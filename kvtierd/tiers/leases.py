@@ -1,0 +1,107 @@
+"""Leases and reservations: who may touch which slots until when. Pure bookkeeping; the manager acts on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.core.keys import Keys
+from kvtierd.gpu.slot_pool import SlotClass, Slots
+from kvtierd.tiers.namespaces import NamespaceEntry
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Lease:
+    """A client reads these host slots until it says so or time is up."""
+
+    id: int
+    session: int
+    cls: SlotClass
+    slots: Slots
+    expires_ns: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Reservation:
+    """A client writes these host slots. `position[i]` is where block i stood in the request's keys.
+
+    Time alone does not free it: the writer may be paused and still have the memory mapped. Past `expires_ns` it is
+    quarantined, which hides its keys so that others can store them; its slots wait for Commit, Abort or the end of
+    the owner's process.
+    """
+
+    id: int
+    session: int
+    entry: NamespaceEntry
+    cls: SlotClass
+    keys: Keys
+    rows: npt.NDArray[np.int32]
+    slots: Slots
+    position: npt.NDArray[np.intp]
+    expires_ns: int
+    quarantined: bool = False
+    busy: bool = False
+    """A Put fills it, or a Commit of it is being verified."""
+    abandoned: bool = False
+    """Its owner's process is gone."""
+
+
+class _Expiring(Protocol):
+    id: int
+    session: int
+    expires_ns: int
+
+
+T = TypeVar("T", bound=_Expiring)
+
+
+class Register(Generic[T]):
+    """Things with an id, an owner and an expiry, bounded in number. Ids never repeat."""
+
+    def __init__(self, limit: int, start: int = 1) -> None:
+        self.limit = limit
+        self.items: dict[int, T] = {}
+        self._heap: list[tuple[int, int]] = []
+        self._next = start
+
+    def next_id(self) -> int | None:
+        """An id for the next one, or None when there are too many."""
+        if len(self.items) >= self.limit:
+            return None
+        self._next += 1
+        return self._next - 1
+
+    def add(self, item: T) -> None:
+        """Keep an item until `remove`."""
+        self.items[item.id] = item
+        if len(self._heap) > 2 * len(self.items) + 1024:
+            # Most entries are of items long removed: a busy client with a long time to live would pile them up.
+            self._heap = [(kept.expires_ns, kept.id) for kept in self.items.values() if kept.id != item.id]
+            heapq.heapify(self._heap)
+        heapq.heappush(self._heap, (item.expires_ns, item.id))
+
+    def get(self, number: int, session: int) -> T | None:
+        """The item, if it is this session's."""
+        item = self.items.get(number)
+        return item if item is not None and item.session == session else None
+
+    def remove(self, item: T) -> None:
+        """Forget an item; its heap entry goes when it comes up."""
+        del self.items[item.id]
+
+    def expired(self, now_ns: int) -> list[T]:
+        """Items whose time is up, each named once; they stay until removed."""
+        out = []
+        while self._heap and self._heap[0][0] <= now_ns:
+            item = self.items.get(heapq.heappop(self._heap)[1])
+            if item is not None:
+                out.append(item)
+        return out
+
+    def of_session(self, session: int) -> list[T]:
+        """Everything of one session."""
+        return [item for item in self.items.values() if item.session == session]

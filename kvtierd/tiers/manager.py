@@ -1,0 +1,266 @@
+"""The tier manager: the one owner of blocks, slots, leases and moves, and the service behind the server.
+
+Everything here runs on one asyncio loop, so there are no locks. Requests come in through `handle`, time through the
+ticker, and the ends of moves as tasks of the loop; bytes move in worker threads and in the store's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvtierd.config.schema import Settings
+from kvtierd.core.clock import Clock
+from kvtierd.core.errors import ErrorCode, RequestError, StorageError
+from kvtierd.core.units import PAGE_BYTES
+from kvtierd.gpu import Device
+from kvtierd.policy.eviction import LruEviction
+from kvtierd.protocol import messages as m
+from kvtierd.protocol.service import Answer, ChunkFiles, Session
+from kvtierd.storage.interface import BlockStore, Extent, Recovered
+from kvtierd.tiers.admin import Admin
+from kvtierd.tiers.blocks import VISIBLE, Blocks
+from kvtierd.tiers.copies import Copies, EventSink
+from kvtierd.tiers.gpu_tier import GpuTier
+from kvtierd.tiers.host_tier import HostTier
+from kvtierd.tiers.onboard import Onboarder
+from kvtierd.tiers.reads import Reads
+from kvtierd.tiers.room import Room
+from kvtierd.tiers.sessions import SessionState, need_frames, state_of
+from kvtierd.tiers.workers import Workers
+from kvtierd.tiers.write_behind import WriteBehind
+from kvtierd.tiers.writes import Writes
+
+_log = logging.getLogger(__name__)
+
+Handler = Callable[[Session, Any, Sequence[memoryview]], Answer | Awaitable[Answer]]
+
+TICK_S = 0.05
+"""How often leases are checked for their end and tiers for their watermarks."""
+
+ONBOARDS_INFLIGHT_MAX = 4096
+"""Blocks on their way into host at once; beyond it a request gets what it can."""
+
+
+class TierManager:
+    """Blocks in three tiers. `store` is None without an nvme tier, `device` None without a gpu tier."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        store: BlockStore | None,
+        device: Device | None,
+        clock: Clock,
+        events: EventSink | None = None,
+        tenant: str = "default",
+    ) -> None:
+        self.settings = settings
+        self.tenant = tenant
+        self._clock = clock
+        self._store = store
+        self._workers = Workers(settings.worker_threads)
+        host = HostTier(settings.host, LruEviction(settings.host.capacity // PAGE_BYTES))
+        slab = min(settings.host.chunk_bytes, device.capacity_bytes if device else 0)
+        gpu = GpuTier(device, slab, LruEviction(device.capacity_bytes // PAGE_BYTES)) if device and slab else None
+        self.copies = Copies(Blocks(settings.max_blocks), host, gpu, events)
+        marks = (settings.host.watermark, settings.kv_cache_config.gpu_watermark)
+        self._room = Room(self.copies, self._workers, *marks)
+        self._write_behind: WriteBehind | None = None
+        if store is not None:
+            # Queued blocks are held in host: were the queue as large as the tier, a slow disk would stop all stores.
+            limit = min(settings.nvme.write_queue_bytes, settings.host.capacity // 2)
+            self._write_behind = WriteBehind(self.copies, store, limit)
+            store.on_reclaim(self._reclaimed)
+        self._onboarder = Onboarder(self._room, store, self._workers, ONBOARDS_INFLIGHT_MAX)
+        self._reads = Reads(settings, self.copies, self._onboarder, self._workers, clock)
+        self._writes = Writes(settings, self._room, self._write_behind, self._workers, clock)
+        pinned_max = int(settings.host.capacity * settings.leases.max_pinned_share)
+        self._admin = Admin(self.copies, self._onboarder, self._write_behind, pinned_max)
+        self._ticker: asyncio.Task[None] | None = None
+        self._handlers = self._table()
+
+    async def start(self) -> None:
+        """Recover the nvme tier, then serve. The host tier gets its memory in the background."""
+        if self._store is not None:
+            self._recover(await self._store.open())
+        if self._write_behind is not None:
+            self._write_behind.start()
+        self._room.grow()
+        self._ticker = asyncio.create_task(self._tick(), name="tier-ticker")
+
+    async def memory_ready(self) -> None:
+        """Wait until the host tier has its memory, or could not get it."""
+        await self._room.grown()
+
+    async def drain(self) -> None:
+        """Take no more stores and bring the dirty backlog to disk."""
+        self._writes.closed = True
+        if self._write_behind is not None:
+            try:
+                await self._write_behind.flush()
+            except StorageError as error:
+                _log.error("drain: %s", error)
+
+    async def close(self) -> None:
+        """Stop; what is not on disk by now is lost."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        await self._room.close()
+        await self._reads.close()
+        await self._onboarder.close()
+        if self._write_behind is not None:
+            await self._write_behind.close()
+        if self._store is not None:
+            await self._store.close()
+        self._workers.close()
+        self.copies.host.close()
+        if self.copies.gpu is not None:
+            self.copies.gpu.device.close()
+
+    def handle(
+        self, session: Session, request: m.AnyRequest, frames: Sequence[memoryview]
+    ) -> Answer | Awaitable[Answer]:
+        """Serve one request (protocol.service.Service)."""
+        return self._handlers[type(request)](session, request, frames)
+
+    def session_opened(self, session: Session) -> None:
+        """A client said Hello."""
+        session.state = SessionState()
+
+    def session_detached(self, session: Session) -> None:
+        """A client's sockets are gone: its leases and pins end, its reservations are quarantined."""
+        self._reads.session_ended(session)
+        self._admin.session_ended(session)
+        self._writes.session_detached(session)
+
+    def process_gone(self, session: Session) -> None:
+        """A client's process has ended: everything of it is free again."""
+        self.session_detached(session)
+        self._writes.process_gone(session)
+
+    def chunk_files(self, session: Session, chunk: int) -> ChunkFiles | None:
+        """Descriptors of a chunk of the session's tenant (protocol.service.ChunkSource)."""
+        found = self.copies.host.chunk_of(chunk, session.tenant)
+        if found is None:
+            return None
+        memory, cls = found
+        return ChunkFiles(
+            chunk, memory.chunk_bytes, cls.slot_bytes, cls.slots_per_slab, memory.data_fd, memory.generations_fd
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges by name."""
+        copies = self.copies
+        gauges: dict[str, Any] = {
+            "host_capacity_bytes": self.settings.host.capacity,
+            "host_ready_bytes": (copies.host.slabs_max - len(copies.host.missing)) * copies.host.chunk_bytes,
+            "host_used_bytes": copies.host.used_bytes(),
+            "gpu_device": copies.gpu.device.name if copies.gpu else "none",
+            "gpu_capacity_bytes": copies.gpu.device.capacity_bytes if copies.gpu else 0,
+            "gpu_used_bytes": copies.gpu.used_bytes() if copies.gpu else 0,
+            "leases": len(self._reads.leases.items),
+            "reservations": len(self._writes.reservations.items),
+            "quarantined_reservations": sum(r.quarantined for r in self._writes.reservations.items.values()),
+            "pinned_bytes": self._admin.pinned_bytes,
+            "namespaces": len(copies.namespaces),
+            "write_queue_bytes": self._write_behind.waiting_bytes if self._write_behind else 0,
+            "memory_error": self._room.memory_error,
+        }
+        store = {f"nvme_{name}": value for name, value in self._store.stats().items()} if self._store else {}
+        return {**gauges, **copies.tier_counts(), **store, **copies.counters}
+
+    def _table(self) -> dict[type, Handler]:
+        """Who serves what."""
+        return {
+            m.RegisterNamespace: self._register,
+            m.Lookup: self._reads.lookup,
+            m.Acquire: self._reads.acquire,
+            m.Release: self._reads.release,
+            m.Get: self._reads.get,
+            m.Prefetch: self._reads.prefetch,
+            m.Reserve: self._writes.reserve,
+            m.Commit: self._writes.commit,
+            m.Abort: self._writes.abort,
+            m.Put: self._writes.put,
+            m.Pin: self._admin.pin,
+            m.Unpin: self._admin.unpin,
+            m.Delete: self._admin.delete,
+            m.Purge: self._admin.purge,
+            m.Flush: self._admin.flush,
+            m.Stats: lambda *_: Answer(m.StatsReply(id=0, stats=self.stats())),
+        }
+
+    def _register(self, session: Session, request: m.RegisterNamespace, frames: Sequence[memoryview]) -> Answer:
+        need_frames(frames, 0)
+        shape = request.namespace.geometry
+        if request.block_bytes not in {0, shape.block_bytes}:
+            raise RequestError(
+                ErrorCode.GEOMETRY_MISMATCH,
+                f"a block of this geometry has {shape.block_bytes} bytes, not {request.block_bytes}",
+            )
+        if shape.slot_bytes > self.settings.host.chunk_bytes:
+            raise RequestError(
+                ErrorCode.TOO_LARGE,
+                f"a block takes {shape.slot_bytes} bytes and a chunk has {self.settings.host.chunk_bytes}; "
+                "raise host.chunk_bytes or lower block_size",
+            )
+        entry = self.copies.namespaces.register(session.tenant, request.namespace, allow_loss=request.allow_loss)
+        if self._store is not None:
+            self._store.register(entry.digest, entry.namespace)
+        reply = m.NamespaceReply(
+            id=0,
+            namespace=state_of(session).number_of(entry),
+            digest=entry.digest,
+            block_bytes=shape.block_bytes,
+            slot_bytes=shape.slot_bytes,
+            layer_stride=shape.layer_stride,
+        )
+        return Answer(reply)
+
+    def _recover(self, found: Recovered) -> None:
+        """Make rows for what the store found."""
+        blocks, table = self.copies.blocks, self.copies.blocks.table
+        entries = {
+            digest: self.copies.namespaces.register(self.tenant, namespace, allow_loss=False)
+            for digest, namespace in found.namespaces.items()
+        }
+        kept_extents: list[Extent] = []
+        kept_rows = []
+        for digest in dict.fromkeys(found.namespace):
+            places = np.array([i for i, name in enumerate(found.namespace) if name == digest], np.intp)
+            rows, position = blocks.add(found.keys[places], entries[digest].number, VISIBLE | m.TIER_NVME)
+            extents = [found.extents[i] for i in places[position].tolist()]
+            table.segment[rows] = [extent.segment for extent in extents]
+            table.extent_page[rows] = [extent.offset // PAGE_BYTES for extent in extents]
+            table.block_sum[rows] = found.block_sums[places[position]]
+            kept_extents += extents
+            kept_rows.append(rows)
+        if kept_rows and self._store is not None:
+            self._store.adopt(kept_extents, np.concatenate(kept_rows).astype(np.int64))
+        self.copies.counters["recovered_blocks"] += len(kept_extents)
+        self.copies.counters["recovery_dropped_blocks"] += found.dropped
+
+    def _reclaimed(self, gone: list[tuple[int, Extent]]) -> None:
+        """The store recycles a segment: these extents are no copies any more."""
+        table = self.copies.blocks.table
+        rows = np.array([row for row, _ in gone], np.int32)
+        segments = np.array([extent.segment for _, extent in gone])
+        pages = np.array([extent.offset // PAGE_BYTES for _, extent in gone])
+        same = (table.segment[rows] == segments) & (table.extent_page[rows] == pages)
+        if same.any():
+            self.copies.counters["nvme_reclaimed_blocks"] += int(same.sum())
+            self.copies.drop_nvme(rows[same])
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_ns = self._clock.now_ns()
+            self._reads.expire(now_ns)
+            self._writes.expire(now_ns)
+            self._room.keep_watermarks()

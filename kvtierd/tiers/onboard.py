@@ -1,0 +1,269 @@
+"""Bringing blocks towards gpu: from nvme or gpu into host slots, and from host into gpu slots.
+
+One block has at most one move into host at a time; whoever else wants it waits for the same move. A destination slot
+is held by its move and by every waiter from the start, so it cannot change hands between arrival and use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.core.checksum import Sums, layer_sums
+from kvtierd.core.errors import CorruptionError, ErrorCode, RequestError, StorageError
+from kvtierd.gpu.slot_pool import SlotClass, Slots
+from kvtierd.protocol.messages import TIER_GPU
+from kvtierd.storage.interface import BlockStore, ReadItem
+from kvtierd.tiers.blocks import Rows
+from kvtierd.tiers.namespaces import NamespaceEntry
+from kvtierd.tiers.room import Room
+from kvtierd.tiers.workers import Workers
+
+_log = logging.getLogger(__name__)
+
+PIECE_BLOCKS = 8
+"""Blocks of one job: small enough to spread a request over all threads, large enough to hide a job's own cost."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Arrival:
+    """A move into host under way: `slot` belongs to the row when `done` says True."""
+
+    slot: int
+    done: asyncio.Future[None]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Move:
+    """One job into host: rows of one namespace and their destinations; `good` says which arrived whole."""
+
+    entry: NamespaceEntry
+    cls: SlotClass
+    rows: Rows
+    slots: Slots
+    sums: Sums
+    good: npt.NDArray[np.bool_]
+    done: asyncio.Future[None]
+
+
+class Onboarder:
+    """Moves into host and gpu. Every method runs on the loop; bytes move in worker threads."""
+
+    def __init__(self, room: Room, store: BlockStore | None, workers: Workers, inflight_max: int) -> None:
+        self._copies = room.copies
+        self._room = room
+        self._store = store
+        self._workers = workers
+        self._arriving: dict[int, Arrival] = {}
+        self._inflight_max = inflight_max
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._raising = asyncio.Lock()
+
+    async def hold_in_host(self, entry: NamespaceEntry, rows: Rows) -> Slots:
+        """Bring the rows into host and hold them there: slots of the leading run that made it, one hold each.
+
+        RequestError `busy` when not even the first finds room. Shorter than `rows` when there is no room for more, a
+        block could not be read, or it was deleted meanwhile. When cancelled it holds nothing.
+        """
+        copies, cls = self._copies, self._copies.host_class(entry)
+        slots, waits = self._claim(entry, cls, rows)
+        try:
+            if waits:
+                await asyncio.wait(waits)
+        except asyncio.CancelledError:
+            copies.host.release(cls, slots)
+            raise
+        landed = (copies.blocks.table.host_slot[rows[: slots.size]] == slots) & (copies.host.pool.row[slots] >= 0)
+        good = slots.size if landed.all() else int(landed.argmin())
+        if good < slots.size:
+            copies.host.release(cls, slots[good:])
+        return slots[:good]
+
+    async def raise_to_gpu(self, entry: NamespaceEntry, rows: Rows) -> int:
+        """Copy the leading run of rows into gpu slots, by way of host; how many are there then."""
+        copies, gpu = self._copies, self._copies.gpu
+        if gpu is None or gpu.pool.slab_bytes < entry.geometry.slot_bytes:
+            return 0
+        host_cls, gpu_cls = copies.host_class(entry), copies.gpu_class(entry)
+        total = 0
+        for begin in range(0, rows.size, PIECE_BLOCKS):
+            piece = rows[begin : begin + PIECE_BLOCKS]
+            # One piece at a time: copies into gpu share one bus, and no block is raised twice at once.
+            async with self._raising:
+                absent = piece[copies.blocks.table.gpu_slot[piece] < 0]
+                held = await self.hold_in_host(entry, absent)
+                try:
+                    done = await self._fill_gpu(host_cls, gpu_cls, absent[: held.size], held)
+                finally:
+                    copies.host.release(host_cls, held)
+            total += piece.size - absent.size + done
+            if done < absent.size:
+                break
+        return total
+
+    async def close(self) -> None:
+        """Wait for moves under way."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _claim(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows) -> tuple[Slots, set[asyncio.Future[None]]]:
+        """Hold what is in host, join moves under way, start the missing ones; stop at the first that finds no room."""
+        copies = self._copies
+        slots = copies.blocks.table.host_slot[rows].copy()
+        present = slots >= 0
+        copies.host.pool.hold(slots[present])
+        copies.host.touch(cls, slots[present])
+        waits: set[asyncio.Future[None]] = set()
+        fresh: list[int] = []
+        missing = np.flatnonzero(~present)
+        if np.unique(rows[missing]).size < missing.size:
+            copies.host.release(cls, slots[present])
+            raise RequestError(ErrorCode.BAD_ARGUMENT, "a key is named twice; a prefix has every key once")
+        for i in missing.tolist():
+            arrival = self._arriving.get(int(rows[i]))
+            if arrival is None:
+                fresh.append(i)
+                continue
+            slots[i] = arrival.slot
+            copies.host.pool.hold(slots[i : i + 1])
+            waits.add(arrival.done)
+        if not fresh:
+            return slots, waits
+        allowed = max(0, self._inflight_max - len(self._arriving))
+        new = self._room.take_host(cls, min(len(fresh), allowed))
+        end = fresh[new.size] if new.size < len(fresh) else rows.size
+        if end == 0:
+            copies.host.release(cls, slots[slots >= 0])
+            copies.counters["busy_reads"] += 1
+            raise RequestError(ErrorCode.BUSY, "no host slot is free: all are in use", retry_after_ms=20)
+        places = np.array(fresh[: new.size], np.intp)
+        slots[places] = new
+        copies.host.pool.hold(new)
+        beyond = slots[end:]
+        if beyond.size and (beyond := beyond[beyond >= 0]).size:
+            copies.host.release(cls, beyond)
+        waits |= self._start(entry, cls, rows[places], new)
+        return slots[:end], waits
+
+    def _start(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, slots: Slots) -> set[asyncio.Future[None]]:
+        loop = asyncio.get_running_loop()
+        self._copies.blocks.begin_move(rows)
+        from_gpu = (self._copies.blocks.residency(rows) & TIER_GPU) != 0
+        waits: set[asyncio.Future[None]] = set()
+        for mine, run in ((from_gpu, self._from_gpu), (~from_gpu, self._from_nvme)):
+            places = np.flatnonzero(mine)
+            for begin in range(0, places.size, PIECE_BLOCKS):
+                piece = places[begin : begin + PIECE_BLOCKS]
+                done: asyncio.Future[None] = loop.create_future()
+                sums = np.zeros((piece.size, entry.geometry.layers), np.uint64)
+                for row, slot in zip(rows[piece].tolist(), slots[piece].tolist(), strict=True):
+                    self._arriving[row] = Arrival(slot, done)
+                move = Move(entry, cls, rows[piece], slots[piece], sums, np.zeros(piece.size, np.bool_), done)
+                task = asyncio.create_task(run(move))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                waits.add(done)
+        return waits
+
+    async def _from_nvme(self, move: Move) -> None:
+        copies, store, table, entry = self._copies, self._store, self._copies.blocks.table, move.entry
+        on_disk = np.flatnonzero(table.segment[move.rows] >= 0)
+        try:
+            if store is not None and on_disk.size:
+                items = [
+                    ReadItem(
+                        entry.digest,
+                        table.key[move.rows[i]].tobytes(),
+                        entry.geometry,
+                        copies.extent(int(move.rows[i]), entry),
+                        int(table.block_sum[move.rows[i]]),
+                        copies.host.view(move.cls, int(move.slots[i])),
+                        move.sums[i],
+                    )
+                    for i in on_disk.tolist()
+                ]
+                for i, error in zip(on_disk.tolist(), await store.read(items), strict=True):
+                    move.good[i] = error is None
+                    if error is not None:
+                        self._lost_on_disk(int(move.rows[i]), error)
+                copies.counters["nvme_read_bytes"] += int(move.good.sum()) * entry.geometry.slot_bytes
+        finally:
+            copies.counters["onboarded_blocks"] += int(move.good.sum())
+            self._land(move)
+
+    async def _from_gpu(self, move: Move) -> None:
+        copies, gpu = self._copies, self._copies.gpu
+        assert gpu is not None
+        gpu_cls = copies.gpu_class(move.entry)
+        sources = copies.blocks.table.gpu_slot[move.rows].copy()
+        gpu.pool.hold(sources)
+        move.sums[:] = gpu.sums_of(gpu_cls, sources)
+
+        def copy_all() -> None:
+            for i, (source, target) in enumerate(zip(sources.tolist(), move.slots.tolist(), strict=True)):
+                view = copies.host.view(move.cls, target)
+                gpu.copy_out(gpu_cls, source, view)
+                move.good[i] = bool((layer_sums(view, move.entry.geometry) == move.sums[i]).all())
+
+        try:
+            await self._workers.run(copy_all)
+        finally:
+            gpu.touch(gpu_cls, sources[gpu.pool.row[sources] >= 0])
+            gpu.release(gpu_cls, sources)
+            bad = ~move.good
+            if bad.any():
+                copies.counters["gpu_corrupt_blocks"] += int(bad.sum())
+                same = copies.blocks.table.gpu_slot[move.rows] == sources
+                copies.drop_gpu(gpu_cls, move.rows[bad & same])
+            self._land(move)
+
+    def _land(self, move: Move) -> None:
+        """End a move: what arrived whole becomes host copies, the rest orphans that go with their last hold."""
+        copies, cls = self._copies, move.cls
+        kept = move.good & copies.blocks.live(move.rows)
+        if kept.any():
+            copies.host.set_sums(cls, move.slots[kept], move.sums[kept])
+            copies.add_host(cls, move.rows[kept], move.slots[kept])
+        for row in move.rows.tolist():
+            del self._arriving[row]
+        copies.blocks.end_move(move.rows)
+        copies.host.release(cls, move.slots)
+        move.done.set_result(None)
+
+    def _lost_on_disk(self, row: int, error: StorageError) -> None:
+        """A block could not be read: a corrupt one is dropped for good, a failed read may succeed next time."""
+        _log.warning("nvme read: %s", error)
+        kind = "nvme_corrupt_blocks" if isinstance(error, CorruptionError) else "nvme_failed_reads"
+        self._copies.counters[kind] += 1
+        if isinstance(error, CorruptionError) and self._copies.blocks.table.segment[row] >= 0:
+            self._copies.drop_nvme(np.array([row], np.int32))
+
+    async def _fill_gpu(self, host_cls: SlotClass, gpu_cls: SlotClass, rows: Rows, sources: Slots) -> int:
+        copies, gpu = self._copies, self._copies.gpu
+        assert gpu is not None
+        slots = self._room.take_gpu(gpu_cls, rows.size)
+        rows, sources = rows[: slots.size], sources[: slots.size]
+        if not rows.size:
+            return 0
+        copies.blocks.begin_move(rows)
+
+        def copy_all() -> None:
+            for source, target in zip(sources.tolist(), slots.tolist(), strict=True):
+                gpu.copy_in(gpu_cls, target, copies.host.view(host_cls, source))
+
+        copied = False
+        try:
+            await self._workers.run(copy_all)
+            copied = True
+        finally:
+            kept = copies.blocks.live(rows) & copied
+            if kept.any():
+                gpu.set_sums(gpu_cls, slots[kept], copies.host.sums_of(host_cls, sources[kept]))
+                copies.add_gpu(gpu_cls, rows[kept], slots[kept])
+            copies.blocks.end_move(rows)
+            gpu.release(gpu_cls, slots)
+        return int(slots.size)

@@ -1,0 +1,265 @@
+"""Lookup, Acquire, Release, Get and Prefetch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.config.schema import Leases, Settings
+from kvtierd.core.checksum import Sums, copy_and_sum, layer_sums
+from kvtierd.core.clock import Clock
+from kvtierd.core.errors import ErrorCode, RequestError
+from kvtierd.gpu.slot_pool import SlotClass, Slots
+from kvtierd.protocol.messages import (
+    Acquire,
+    AcquireReply,
+    CountReply,
+    Get,
+    GetReply,
+    Lookup,
+    LookupReply,
+    OkReply,
+    Prefetch,
+    Release,
+)
+from kvtierd.protocol.service import Answer, Session
+from kvtierd.tiers.blocks import Rows
+from kvtierd.tiers.copies import Copies
+from kvtierd.tiers.host_tier import empty_descriptors
+from kvtierd.tiers.leases import Lease, Register
+from kvtierd.tiers.namespaces import NamespaceEntry
+from kvtierd.tiers.onboard import Onboarder
+from kvtierd.tiers.sessions import keys_of, namespace_of, need_arena, need_frames
+from kvtierd.tiers.workers import Workers
+
+Frames = Sequence[memoryview]
+Masks = npt.NDArray[np.uint8]
+
+MAX_PREFETCHES = 64
+"""Background prefetches at once; more would only compete for the same disk."""
+
+
+class Reads:
+    """Serves what does not change a block's contents."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        copies: Copies,
+        onboarder: Onboarder,
+        workers: Workers,
+        clock: Clock,
+    ) -> None:
+        self._copies = copies
+        self._onboarder = onboarder
+        self._workers = workers
+        self._clock = clock
+        self._limits: Leases = settings.leases
+        self._message_bytes = settings.server.max_message_bytes
+        self.leases: Register[Lease] = Register(settings.leases.max_leases)
+        self._prefetches: set[asyncio.Task[None]] = set()
+
+    def lookup(self, session: Session, request: Lookup, frames: Frames) -> Answer:
+        """Answer the common prefix of one or several namespaces."""
+        need_frames(frames, len(request.namespaces))
+        if not frames:
+            raise RequestError(ErrorCode.BAD_ARGUMENT, "a lookup names no namespace")
+        blocks, counters = self._copies.blocks, self._copies.counters
+        masks, asked = None, frames[0].nbytes
+        for number, frame in zip(request.namespaces, frames, strict=True):
+            if frame.nbytes != asked:
+                raise RequestError(
+                    ErrorCode.BAD_ARGUMENT, f"keys frames of {asked} and {frame.nbytes} bytes in a lookup"
+                )
+            entry = namespace_of(session, number)
+            keys = keys_of(frame)
+            if masks is not None:
+                keys = keys[: masks.size]
+            found = blocks.residency(blocks.find_prefix(keys, entry.number))
+            masks = found if masks is None else masks[: found.size] & found
+        assert masks is not None
+        counters["lookups"] += 1
+        counters["lookup_blocks"] += asked // 32
+        counters["lookup_hit_blocks"] += masks.size
+        return Answer(LookupReply(id=0, hit=masks.size, tiers=masks.tobytes()))
+
+    def acquire(self, session: Session, request: Acquire, frames: Frames) -> Answer | Awaitable[Answer]:
+        """Lease the leading run in host slots; at once where all of it is there."""
+        need_arena(session)
+        need_frames(frames, 1)
+        entry = namespace_of(session, request.namespace)
+        rows = self._copies.blocks.find_prefix(keys_of(frames[0]), entry.number)
+        if not rows.size:
+            return Answer(AcquireReply(id=0, lease=0, count=0), [b"", b""])
+        sources = self._copies.blocks.residency(rows)
+        cls = self._copies.host_class(entry)
+        slots = self._copies.blocks.table.host_slot[rows]
+        if request.verify or (slots < 0).any():
+            return self._acquire_slowly(session, request, entry, rows)
+        self._copies.host.pool.hold(slots)
+        self._copies.host.touch(cls, slots)
+        return self._grant(session, request, cls, slots, sources)
+
+    def release(self, session: Session, request: Release, frames: Frames) -> Answer:
+        """End leases; every id must be this session's."""
+        need_frames(frames, 0)
+        leases = [self._lease(session, number) for number in dict.fromkeys(request.leases)]
+        for lease in leases:
+            self.end(lease)
+        return Answer(OkReply(id=0))
+
+    async def get(self, session: Session, request: Get, frames: Frames) -> Answer:
+        """Copy the leading run into frames, verified on the way."""
+        need_frames(frames, 1)
+        entry = namespace_of(session, request.namespace)
+        shape = entry.geometry
+        rows = self._copies.blocks.find_prefix(keys_of(frames[0]), entry.number)
+        rows = rows[: max(1, self._message_bytes // shape.block_bytes)]
+        if not rows.size:
+            return Answer(GetReply(id=0, count=0), [b""])
+        sources = self._copies.blocks.residency(rows)
+        cls = self._copies.host_class(entry)
+        slots = await self._onboarder.hold_in_host(entry, rows)
+        try:
+            sums = self._copies.host.sums_of(cls, slots)
+            payload = np.empty((slots.size, shape.block_bytes), np.uint8)
+            good = await self._workers.run(lambda: self._copy_out(entry, cls, slots, sums, payload))
+        finally:
+            self._copies.host.release(cls, slots)
+        self._drop_bad(entry, rows, slots, good)
+        frames_out = [sums[:good].tobytes(), *(payload[i].data for i in range(good))]
+        return Answer(GetReply(id=0, count=good, tiers=sources[:good].tobytes()), frames_out)
+
+    def prefetch(self, session: Session, request: Prefetch, frames: Frames) -> Answer | Awaitable[Answer]:
+        """Bring the leading run towards a tier, in the background unless the client waits."""
+        need_frames(frames, 1)
+        entry = namespace_of(session, request.namespace)
+        rows = self._copies.blocks.find_prefix(keys_of(frames[0]), entry.number)
+        if request.tier == "nvme":
+            raise RequestError(
+                ErrorCode.BAD_ARGUMENT, "prefetch towards nvme: blocks go there by themselves; use flush"
+            )
+        if request.tier == "gpu" and self._copies.gpu is None:
+            raise RequestError(ErrorCode.UNAVAILABLE, "there is no gpu tier: gpu.capacity is 0")
+        work = self._bring(entry, rows, gpu=request.tier == "gpu")
+        if request.wait:
+            return _counted(work)
+        if len(self._prefetches) >= MAX_PREFETCHES:
+            work.close()
+            raise RequestError(ErrorCode.BUSY, f"{len(self._prefetches)} prefetches are under way", retry_after_ms=50)
+        task = asyncio.create_task(_ignore_busy(work))
+        self._prefetches.add(task)
+        task.add_done_callback(self._prefetches.discard)
+        return Answer(CountReply(id=0, count=rows.size))
+
+    def end(self, lease: Lease) -> None:
+        """Give a lease's slots back."""
+        self.leases.remove(lease)
+        self._copies.host.release(lease.cls, lease.slots)
+
+    def expire(self, now_ns: int) -> None:
+        """End leases whose time is up."""
+        for lease in self.leases.expired(now_ns):
+            self._copies.counters["leases_expired"] += 1
+            self.end(lease)
+
+    def session_ended(self, session: Session) -> None:
+        """End what a client left behind."""
+        for lease in self.leases.of_session(session.id):
+            self.end(lease)
+
+    async def close(self) -> None:
+        """Stop background prefetches."""
+        for task in self._prefetches:
+            task.cancel()
+        await asyncio.gather(*self._prefetches, return_exceptions=True)
+
+    async def _bring(self, entry: NamespaceEntry, rows: Rows, *, gpu: bool) -> int:
+        if gpu:
+            return await self._onboarder.raise_to_gpu(entry, rows)
+        slots = await self._onboarder.hold_in_host(entry, rows)
+        self._copies.host.release(self._copies.host_class(entry), slots)
+        return slots.size
+
+    async def _acquire_slowly(self, session: Session, request: Acquire, entry: NamespaceEntry, rows: Rows) -> Answer:
+        sources = self._copies.blocks.residency(rows)
+        cls = self._copies.host_class(entry)
+        slots = await self._onboarder.hold_in_host(entry, rows)
+        if request.verify:
+            try:
+                good = await self._workers.run(lambda: self._check(entry, cls, slots))
+            except BaseException:
+                self._copies.host.release(cls, slots)
+                raise
+            self._copies.host.release(cls, slots[good:])
+            self._drop_bad(entry, rows, slots, good)
+            slots = slots[:good]
+        return self._grant(session, request, cls, slots, sources)
+
+    def _grant(self, session: Session, request: Acquire, cls: SlotClass, slots: Slots, sources: Masks) -> Answer:
+        """Make the lease; the slots come with one hold each, which ends here when there can be none."""
+        if not slots.size:
+            return Answer(AcquireReply(id=0, lease=0, count=0), [b"", b""])
+        lease_id = self.leases.next_id()
+        if lease_id is None:
+            self._copies.host.release(cls, slots)
+            raise RequestError(ErrorCode.BUSY, f"{self.leases.limit} leases are out; release some", retry_after_ms=100)
+        ttl_ms = min(request.ttl_ms or self._limits.ttl_ms, self._limits.max_ttl_ms)
+        expires_ns = self._clock.now_ns() + ttl_ms * 1_000_000
+        self.leases.add(Lease(lease_id, session.id, cls, slots, expires_ns))
+        descriptors = empty_descriptors(slots.size)
+        self._copies.host.describe(cls, slots, descriptors)
+        descriptors["source"] = sources[: slots.size]
+        self._copies.counters["acquired_blocks"] += slots.size
+        sums = self._copies.host.sums_of(cls, slots)
+        return Answer(
+            AcquireReply(id=0, lease=lease_id, count=slots.size, ttl_ms=ttl_ms), [descriptors.tobytes(), sums.tobytes()]
+        )
+
+    def _lease(self, session: Session, number: int) -> Lease:
+        lease = self.leases.get(number, session.id)
+        if lease is None:
+            raise RequestError(ErrorCode.NOT_YOURS, f"lease {number} is not this session's, or has ended")
+        return lease
+
+    def _check(self, entry: NamespaceEntry, cls: SlotClass, slots: Slots) -> int:
+        """How many leading slots match their sums. Runs in a worker thread."""
+        sums = self._copies.host.sums_of(cls, slots)
+        for i, slot in enumerate(slots.tolist()):
+            if (layer_sums(self._copies.host.view(cls, slot), entry.geometry) != sums[i]).any():
+                return i
+        return int(slots.size)
+
+    def _copy_out(
+        self, entry: NamespaceEntry, cls: SlotClass, slots: Slots, sums: Sums, payload: npt.NDArray[np.uint8]
+    ) -> int:
+        """Copy blocks into `payload` [n, block_bytes]; how many leading ones match their sums. In a worker thread."""
+        seen = np.empty(entry.geometry.layers, np.uint64)
+        for i, slot in enumerate(slots.tolist()):
+            copy_and_sum(self._copies.host.view(cls, slot), payload[i], entry.geometry, seen, packed=True)
+            if (seen != sums[i]).any():
+                return i
+        return int(slots.size)
+
+    def _drop_bad(self, entry: NamespaceEntry, rows: Rows, slots: Slots, good: int) -> None:
+        """The block after the good ones did not match its sums: drop its host copy, a good one may be on disk."""
+        if good >= slots.size:
+            return
+        self._copies.counters["host_corrupt_blocks"] += 1
+        bad = rows[good : good + 1]
+        if self._copies.blocks.table.host_slot[bad[0]] == slots[good]:
+            self._copies.drop_host(self._copies.host_class(entry), bad)
+
+
+async def _counted(work: Awaitable[int]) -> Answer:
+    return Answer(CountReply(id=0, count=await work))
+
+
+async def _ignore_busy(work: Awaitable[int]) -> None:
+    """A prefetch in the background is a wish: where there is no room it ends without effect, counted as a busy read."""
+    with contextlib.suppress(RequestError):
+        await work

@@ -1,0 +1,146 @@
+"""Making room: free slots, then spare chunks, then victims, then a chunk of a class with more than its share."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+
+import numpy as np
+
+from kvtierd.gpu.slot_pool import SlotClass, Slots
+from kvtierd.policy.watermarks import to_free
+from kvtierd.tiers.arena import Chunk
+from kvtierd.tiers.copies import Copies
+from kvtierd.tiers.workers import Workers
+
+_log = logging.getLogger(__name__)
+
+BACKGROUND_EVICTIONS = 256
+"""Most slots that one turn of the watermark frees: keeps a turn under a millisecond."""
+
+HYSTERESIS = 0.05
+"""A tier over its watermark is emptied this far below it, so that single blocks do not switch eviction on and off."""
+
+
+class Room:
+    """Allocates slots in host and gpu, evicting as needed, and gives the host tier its memory."""
+
+    def __init__(self, copies: Copies, workers: Workers, host_mark: float, gpu_mark: float) -> None:
+        self.copies = copies
+        self._workers = workers
+        self._marks = {"host": host_mark, "gpu": gpu_mark}
+        self._active: dict[tuple[str, int], bool] = {}
+        self._growth: asyncio.Task[None] | None = None
+        self.memory_error = ""
+        """Why the host tier has not got all of its memory; empty while all is well."""
+
+    def take_host(self, cls: SlotClass, count: int) -> Slots:
+        """Up to `count` host slots, each with one hold. Fewer when everything is held or memory is still coming."""
+        host = self.copies.host
+        slots = host.take_free(cls, count)
+        short = count - slots.size
+        if short:
+            victims = host.victims(cls, short)
+            if victims.size:
+                self.copies.evict_host(cls, victims)
+                slots = np.concatenate([slots, host.take_free(cls, victims.size)])
+        if slots.size < count:
+            self._move_slab(cls)
+        return slots
+
+    def take_gpu(self, cls: SlotClass, count: int) -> Slots:
+        """Up to `count` gpu slots, each with one hold; copies that are only there are not evicted for it."""
+        gpu = self.copies.gpu
+        assert gpu is not None
+        slots = gpu.take_free(cls, count)
+        if slots.size < count:
+            victims = gpu.victims(cls, count - slots.size)
+            rows = self.copies.keep_elsewhere(gpu.pool.row[victims], "gpu")
+            if rows.size:
+                self.copies.counters["gpu_evicted_blocks"] += rows.size
+                self.copies.drop_gpu(cls, rows)
+                slots = np.concatenate([slots, gpu.take_free(cls, rows.size)])
+        if slots.size < count and (slab := gpu.slab_to_take(cls)) is not None:
+            self._empty_gpu_slab(slab)
+        return slots
+
+    def grow(self) -> None:
+        """Give the host tier its memory, chunk by chunk, in the background."""
+        if self._growth is None or self._growth.done():
+            self._growth = asyncio.create_task(self._grow(), name="arena-growth")
+
+    async def grown(self) -> None:
+        """Wait for the growth under way."""
+        if self._growth is not None:
+            await asyncio.wait([self._growth])
+
+    async def close(self) -> None:
+        """Stop growing."""
+        if self._growth is not None:
+            self._growth.cancel()
+            await asyncio.gather(self._growth, return_exceptions=True)
+
+    def keep_watermarks(self) -> None:
+        """Evict from tiers over their watermark; call it every so often. Only copies that exist elsewhere go."""
+        host, gpu = self.copies.host, self.copies.gpu
+        for cls in host.pool.classes:
+            for_sure = self._over("host", cls, spare=len(host.spare) + len(host.missing))
+            rows = self.copies.keep_elsewhere(host.pool.row[host.victims(cls, for_sure)], "host") if for_sure else None
+            if rows is not None and rows.size:
+                self.copies.evict_host(cls, self.copies.blocks.table.host_slot[rows])
+        for cls in gpu.pool.classes if gpu is not None else ():
+            assert gpu is not None
+            count = self._over("gpu", cls, spare=len(gpu.spare))
+            rows = self.copies.keep_elsewhere(gpu.pool.row[gpu.victims(cls, count)], "gpu") if count else None
+            if rows is not None and rows.size:
+                self.copies.counters["gpu_evicted_blocks"] += rows.size
+                self.copies.drop_gpu(cls, rows)
+
+    def _over(self, tier: str, cls: SlotClass, *, spare: int) -> int:
+        """How many slots of a class to free now. A class that can still get spare slabs counts them as free."""
+        total = cls.total + spare * cls.slots_per_slab
+        high = self._marks[tier]
+        active = self._active.get((tier, cls.id), False)
+        count, active = to_free(cls.used, total, high, high - HYSTERESIS, active)
+        self._active[tier, cls.id] = active
+        return min(count, BACKGROUND_EVICTIONS)
+
+    async def _grow(self) -> None:
+        host = self.copies.host
+        while host.missing:
+            number = host.new_number()
+            try:
+                chunk = await self._workers.run(functools.partial(Chunk, number, host.chunk_bytes))
+            except OSError as error:
+                self.memory_error = f"host tier: chunk of {host.chunk_bytes} bytes: {error.strerror or error}"
+                _log.error("%s; %d chunks are missing; lower host.capacity", self.memory_error, len(host.missing))
+                return
+            self.memory_error = ""
+            host.adopt(host.missing.pop(), chunk)
+
+    def _move_slab(self, cls: SlotClass) -> None:
+        """Free a chunk of a better-off class; it comes back as new memory, since clients have mapped the old one."""
+        host = self.copies.host
+        if host.missing or host.spare:
+            return
+        slab = host.slab_to_take(cls)
+        if slab is None:
+            return
+        donor = next(other for other in host.pool.classes if slab in other.slabs)
+        slots = host.pool.slots_of(slab)
+        self.copies.evict_host(donor, slots[host.pool.row[slots] >= 0])
+        host.pool.remove_slab(slab)
+        host.drop(slab).close()
+        self.copies.counters["host_chunks_moved"] += 1
+        self.grow()
+
+    def _empty_gpu_slab(self, slab: int) -> None:
+        gpu = self.copies.gpu
+        assert gpu is not None
+        donor = next(other for other in gpu.pool.classes if slab in other.slabs)
+        slots = gpu.pool.slots_of(slab)
+        rows = gpu.pool.row[slots]
+        self.copies.drop_gpu(donor, rows[rows >= 0])
+        gpu.pool.remove_slab(slab)
+        gpu.spare.append(slab)

@@ -1,0 +1,108 @@
+"""What the host and the gpu tier have in common: slots, their holds, and who goes first when room is needed."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.core.checksum import Sums
+from kvtierd.gpu.slot_pool import NO_SLOT, SlotClass, SlotPool, Slots
+from kvtierd.policy.eviction import EvictionPolicy
+
+ORPHAN = -2
+"""In the pool's `row` column: the slot's block is gone or never came; the slot is freed when its last hold ends."""
+
+MAX_SCAN = 4096
+"""Slots that one search for victims looks at: bounds its time, whatever is held."""
+
+
+class SlotTier:
+    """Slots of one tier. A slot is free, or has a row, or is an orphan; holds keep it from changing hands.
+
+    Subclasses say what happens to memory: `spare` lists slabs that have memory and no class.
+    """
+
+    def __init__(self, slab_bytes: int, slabs_max: int, policy: EvictionPolicy) -> None:
+        self.pool = SlotPool(slab_bytes, slabs_max)
+        self.policy = policy
+        self.spare: list[int] = []
+
+    def class_for(self, slot_bytes: int, layers: int, tenant: str) -> SlotClass:
+        """Class of a slot shape."""
+        return self.pool.class_for(slot_bytes, layers, tenant)
+
+    def take_free(self, cls: SlotClass, count: int) -> Slots:
+        """Take up to `count` free slots, cutting spare slabs as needed. They come with one hold each."""
+        while cls.free_count < count and self.spare:
+            self.attach_slab(cls, self.spare.pop())
+        slots = self.pool.take(cls, count)
+        self.pool.row[slots] = ORPHAN
+        self.pool.holds[slots] = 1
+        return slots
+
+    def attach_slab(self, cls: SlotClass, slab: int) -> None:
+        """Cut a spare slab into slots of a class."""
+        self.pool.add_slab(cls, slab)
+
+    def victims(self, cls: SlotClass, count: int) -> Slots:
+        """Up to `count` slots that may go: unheld, coldest first."""
+        slots: Slots = self.policy.victims(cls.id, self.pool.holds, count, MAX_SCAN)
+        return slots
+
+    def settle(self, cls: SlotClass, slots: Slots, rows: npt.NDArray[np.int32]) -> None:
+        """Filled slots become their rows' copies; the holds of `take_free` go on until `release`."""
+        self.pool.row[slots] = rows
+        self.policy.inserted(cls.id, slots)
+
+    def touch(self, cls: SlotClass, slots: Slots) -> None:
+        """The blocks in these slots, in prefix order, were used."""
+        self.policy.accessed(cls.id, slots)
+
+    def disown(self, cls: SlotClass, slots: Slots) -> None:
+        """Slots that had rows have none any more: free now where nobody holds them, else with the last hold."""
+        self.policy.removed(cls.id, slots)
+        self.pool.row[slots] = ORPHAN
+        idle = slots[self.pool.holds[slots] == 0]
+        if idle.size:
+            self.free(cls, idle)
+
+    def release(self, cls: SlotClass, slots: Slots) -> None:
+        """End one hold of each slot, and free orphans that nobody holds any more."""
+        pool = self.pool
+        pool.unhold(slots)
+        ended = slots[(pool.holds[slots] == 0) & (pool.row[slots] == ORPHAN)]
+        if ended.size:
+            self.free(cls, np.unique(ended))
+
+    def free(self, cls: SlotClass, slots: Slots) -> None:
+        """Put unheld slots back."""
+        self.pool.give(cls, slots)
+
+    def sums_of(self, cls: SlotClass, slots: Slots) -> Sums:
+        """Layer sums of the slots' blocks, a copy of shape [n, layers]."""
+        return cls.sums[self.pool.sum_rows(slots)]
+
+    def set_sums(self, cls: SlotClass, slots: Slots, sums: Sums) -> None:
+        """Record the layer sums of the slots' blocks, [n, layers]."""
+        cls.sums[self.pool.sum_rows(slots)] = sums
+
+    def used_bytes(self) -> int:
+        """Bytes of slots that are not free."""
+        return sum(cls.used * cls.slot_bytes for cls in self.pool.classes)
+
+    def slab_to_take(self, cls: SlotClass) -> int | None:
+        """Pick a slab of a class that has more slabs than `cls`, with no hold in it: the emptiest one.
+
+        Fairness between models of different block sizes: a class can always get as many slabs as any other has.
+        """
+        donors = [other for other in self.pool.classes if len(other.slabs) > len(cls.slabs) + 1 or not cls.slabs]
+        best: tuple[int, int] | None = None
+        for donor in sorted(donors, key=lambda other: -len(other.slabs))[:1]:
+            for slab in donor.slabs:
+                slots = self.pool.slots_of(slab)
+                if self.pool.holds[slots].any():
+                    continue
+                used = int((self.pool.row[slots] != NO_SLOT).sum())
+                if best is None or used < best[0]:
+                    best = (used, slab)
+        return best[1] if best else None

@@ -1,0 +1,199 @@
+"""Offload to nvme behind the client's back: bounded, in commit order, never in anybody's way.
+
+A committed block is queued with its host slot held, so that it is not evicted before it is written. When more than
+the allowed bytes wait, new blocks stay in host only and are counted: a slow disk costs copies on disk, never a stall.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import logging
+
+import numpy as np
+
+from kvtierd.core.errors import CorruptionError, StorageError
+from kvtierd.gpu.slot_pool import SlotClass, Slots
+from kvtierd.storage.interface import BlockStore, Extent, WriteItem
+from kvtierd.tiers.blocks import Rows
+from kvtierd.tiers.copies import Copies
+from kvtierd.tiers.namespaces import NamespaceEntry
+
+_log = logging.getLogger(__name__)
+
+BATCH_BYTES = 16 << 20
+"""Bytes handed to the store at once: long sequential writes, and short enough that reads come between."""
+
+BATCHES_INFLIGHT = 3
+"""One being written, one being checked, one being planned."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Batch:
+    entry: NamespaceEntry
+    cls: SlotClass
+    rows: Rows
+    slots: Slots
+    number: int
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self.rows.size) * self.entry.geometry.slot_bytes
+
+
+class WriteBehind:
+    """The queue towards the store. Everything runs on the loop; the store moves bytes in its own threads."""
+
+    def __init__(self, copies: Copies, store: BlockStore, limit_bytes: int) -> None:
+        self._copies = copies
+        self._store = store
+        self._limit_bytes = limit_bytes
+        self._queue: collections.deque[_Batch] = collections.deque()
+        self.waiting_bytes = 0
+        self._next_number = 1
+        self._unfinished: set[int] = set()
+        self._wake = asyncio.Event()
+        self._moved = asyncio.Condition()
+        self._running: asyncio.Task[None] | None = None
+        self._inflight: set[asyncio.Task[None]] = set()
+        self.paused = False
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._running = asyncio.create_task(self._run(), name="write-behind")
+
+    def add(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, slots: Slots) -> None:
+        """Queue freshly committed blocks, in prefix order; those over the limit are left out and counted."""
+        block = entry.geometry.slot_bytes
+        fits = min(rows.size, max(0, (self._limit_bytes - self.waiting_bytes) // block))
+        self._copies.counters["nvme_dropped_stores"] += int(rows.size - fits)
+        step = max(1, BATCH_BYTES // block)
+        for begin in range(0, fits, step):
+            end = min(begin + step, fits)
+            batch = _Batch(entry, cls, rows[begin:end], slots[begin:end], self._next_number)
+            self._next_number += 1
+            self._unfinished.add(batch.number)
+            self._copies.host.pool.hold(batch.slots)
+            self._copies.blocks.begin_move(batch.rows)
+            self._queue.append(batch)
+            self.waiting_bytes += batch.size_bytes
+        if fits:
+            self._wake.set()
+
+    async def flush(self) -> None:
+        """Return when everything queued before the call is on stable storage, deletes included. Raises StorageError."""
+        last = self._next_number
+        async with self._moved:
+            await self._moved.wait_for(lambda: not self._unfinished or min(self._unfinished) >= last)
+        await self._bury()
+        await self._store.flush()
+
+    async def close(self) -> None:
+        """Stop: what is still queued stays in host only."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, *self._inflight, return_exceptions=True)
+        while self._queue:
+            await self._finish(self._queue.popleft(), [])
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            await self._bury()
+            while self._queue:
+                batch = self._merge_small(self._queue.popleft())
+                task = asyncio.create_task(self._write(batch))
+                self._inflight.add(task)
+                task.add_done_callback(self._inflight.discard)
+                while len(self._inflight) >= BATCHES_INFLIGHT:
+                    await asyncio.wait(self._inflight, return_when=asyncio.FIRST_COMPLETED)
+
+    def _merge_small(self, batch: _Batch) -> _Batch:
+        """Join following batches of the same namespace, so that single stores become long writes."""
+        room = BATCH_BYTES // batch.entry.geometry.slot_bytes - batch.rows.size
+        parts = [batch]
+        while self._queue and self._queue[0].entry is batch.entry and self._queue[0].rows.size <= room:
+            parts.append(self._queue.popleft())
+            room -= parts[-1].rows.size
+        if len(parts) == 1:
+            return batch
+        self._unfinished.difference_update(part.number for part in parts[1:])
+        rows = np.concatenate([part.rows for part in parts])
+        slots = np.concatenate([part.slots for part in parts])
+        return _Batch(batch.entry, batch.cls, rows, slots, batch.number)
+
+    async def _write(self, batch: _Batch) -> None:
+        copies, table, entry = self._copies, self._copies.blocks.table, batch.entry
+        sums = copies.host.sums_of(batch.cls, batch.slots)
+        alive = copies.blocks.live(batch.rows)
+        keys = table.key[batch.rows]
+        items = [
+            WriteItem(entry.digest, keys[i].tobytes(), entry.geometry, copies.host.view(batch.cls, slot), sums[i], row)
+            for i, (row, slot) in enumerate(zip(batch.rows.tolist(), batch.slots.tolist(), strict=True))
+            if alive[i]
+        ]
+        outcome: list[Extent | StorageError] = []
+        try:
+            outcome = await self._store.write(items)
+        except StorageError as error:
+            outcome = [error] * len(items)
+        finally:
+            done: list[Extent | StorageError | None] = [None] * batch.rows.size
+            for i, result in zip(np.flatnonzero(alive).tolist(), outcome, strict=False):
+                done[i] = result
+            await self._finish(batch, done)
+
+    async def _finish(self, batch: _Batch, outcome: list[Extent | StorageError | None]) -> None:
+        """Take note of what was written, end the holds, and wake whoever waits for it."""
+        copies, entry = self._copies, batch.entry
+        corrupt: list[int] = []
+        for row, result in zip(batch.rows.tolist(), outcome, strict=False):
+            if isinstance(result, Extent):
+                self._written(entry, row, result)
+            elif isinstance(result, CorruptionError):
+                _log.error("host tier: %s; the block is dropped", result)
+                copies.counters["host_corrupt_blocks"] += 1
+                corrupt.append(row)
+            elif result is not None:
+                _log.warning("nvme write: %s; the block stays in host only", result)
+                copies.counters["nvme_failed_writes"] += 1
+        rows = np.array(corrupt, np.int32)
+        rows = rows[copies.blocks.live(rows)]
+        if rows.size:
+            copies.forget(entry, rows)
+        copies.blocks.end_move(batch.rows)
+        copies.host.release(batch.cls, batch.slots)
+        self.waiting_bytes -= batch.size_bytes
+        self._unfinished.discard(batch.number)
+        async with self._moved:
+            self._moved.notify_all()
+
+    def _written(self, entry: NamespaceEntry, row: int, extent: Extent) -> None:
+        copies = self._copies
+        copies.counters["nvme_written_blocks"] += 1
+        copies.counters["nvme_written_bytes"] += extent.length
+        if copies.blocks.live(np.array([row], np.int32))[0]:
+            copies.add_nvme(row, extent)
+            return
+        # Deleted while it was being written: what reached the disk must not come back after a restart.
+        key = copies.blocks.table.key[row].tobytes()
+        copies.dead_extents.append((entry.digest, key, extent))
+        self._wake.set()
+
+    async def _bury(self) -> None:
+        """Write tombstones of forgotten extents."""
+        dead = self._copies.dead_extents
+        while dead:
+            batch, dead[:] = dead[:256], dead[256:]
+            try:
+                await self._store.delete(batch)
+            except StorageError as error:
+                _log.warning("nvme delete: %s; will be tried again", error)
+                dead.extend(batch)
+                return
+
+    def kick(self) -> None:
+        """Forgotten extents wait for their tombstones."""
+        self._wake.set()

@@ -1,0 +1,305 @@
+"""Reserve, Commit, Abort and Put: how blocks come in. A block is visible only when whole."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.config.schema import Settings
+from kvtierd.core.checksum import Sums, block_sum, fill_and_sum, layer_sums
+from kvtierd.core.clock import Clock
+from kvtierd.core.errors import ErrorCode, RequestError
+from kvtierd.core.keys import Keys
+from kvtierd.protocol.messages import (
+    SLOT_BUSY,
+    SLOT_EXISTS,
+    SLOT_GRANTED,
+    Abort,
+    Commit,
+    CommitReply,
+    OkReply,
+    Put,
+    PutReply,
+    Reserve,
+    ReserveReply,
+)
+from kvtierd.protocol.service import Answer, Session
+from kvtierd.tiers.blocks import VISIBLE, WRITING, Rows
+from kvtierd.tiers.host_tier import empty_descriptors
+from kvtierd.tiers.leases import Register, Reservation
+from kvtierd.tiers.namespaces import NamespaceEntry
+from kvtierd.tiers.room import Room
+from kvtierd.tiers.sessions import keys_of, namespace_of, need_arena, need_frames, sums_of
+from kvtierd.tiers.workers import Workers
+from kvtierd.tiers.write_behind import WriteBehind
+
+Frames = Sequence[memoryview]
+RETRY_MS = 20
+"""When a store found no room: about the time in which a batch of leases ends or a chunk is made."""
+
+
+class Writes:
+    """Serves stores."""
+
+    def __init__(
+        self, settings: Settings, room: Room, write_behind: WriteBehind | None, workers: Workers, clock: Clock
+    ) -> None:
+        self._copies = room.copies
+        self._room = room
+        self._write_behind = write_behind
+        self._workers = workers
+        self._clock = clock
+        self._ttl_ns = settings.leases.reservation_ttl_ms * 1_000_000
+        self.reservations: Register[Reservation] = Register(settings.leases.max_leases)
+        self.closed = False
+
+    def reserve(self, session: Session, request: Reserve, frames: Frames) -> Answer:
+        """Grant host slots for the keys that are not there."""
+        need_arena(session)
+        need_frames(frames, 1)
+        entry = namespace_of(session, request.namespace)
+        keys = keys_of(frames[0])
+        reservation, status = self._reserve(session.id, entry, keys)
+        descriptors = empty_descriptors(len(keys))
+        descriptors["status"] = status
+        if reservation is not None:
+            granted = empty_descriptors(reservation.slots.size)
+            self._copies.host.describe(reservation.cls, reservation.slots, granted)
+            descriptors[reservation.position] = granted
+        busy = bool((status == SLOT_BUSY).any())
+        reply = ReserveReply(
+            id=0,
+            reservation=reservation.id if reservation else 0,
+            granted=reservation.slots.size if reservation else 0,
+            retry_after_ms=RETRY_MS if busy else 0,
+        )
+        return Answer(reply, [descriptors.tobytes()])
+
+    def commit(self, session: Session, request: Commit, frames: Frames) -> Answer | Awaitable[Answer]:
+        """Make reserved blocks visible; nothing changes when anything about the request is off."""
+        need_frames(frames, 2)
+        reservation = self._reservation(session, request.reservation)
+        which = self._which(reservation, request.index)
+        sums = sums_of(frames[0], which.size, reservation.entry.geometry.layers, "layer sums")
+        totals = sums_of(frames[1], which.size, 1, "block sums")[:, 0]
+        for i in range(which.size):
+            if block_sum(sums[i]) != int(totals[i]):
+                raise RequestError(
+                    ErrorCode.CHECKSUM_MISMATCH, f"block {int(which[i])}: its layer sums do not hash to its block sum"
+                )
+        if request.verify:
+            return self._commit_verified(reservation, which, sums.copy(), totals.copy())
+        return self._finish(reservation, which, sums, totals)
+
+    def abort(self, session: Session, request: Abort, frames: Frames) -> Answer:
+        """Give a reservation back."""
+        need_frames(frames, 0)
+        self._give_back(self._reservation(session, request.reservation))
+        return Answer(OkReply(id=0))
+
+    async def put(self, session: Session, request: Put, frames: Frames) -> Answer:
+        """Store blocks that came in frames; all are checked before the first becomes visible."""
+        if len(frames) < 2:
+            raise RequestError(
+                ErrorCode.BAD_FRAMES, f"{len(frames)} frames follow the header; keys and sums are wanted"
+            )
+        entry = namespace_of(session, request.namespace)
+        keys = keys_of(frames[0])
+        need_frames(frames, 2 + len(keys))
+        totals = sums_of(frames[1], len(keys), 1, "block sums")[:, 0]
+        payloads = frames[2:]
+        for i, payload in enumerate(payloads):
+            if payload.nbytes != entry.geometry.block_bytes:
+                raise RequestError(
+                    ErrorCode.GEOMETRY_MISMATCH,
+                    f"block {i} has {payload.nbytes} bytes; this namespace's blocks have {entry.geometry.block_bytes}",
+                )
+        reservation, status = self._reserve(session.id, entry, keys)
+        existed, refused = int((status == SLOT_EXISTS).sum()), int((status == SLOT_BUSY).sum())
+        retry = RETRY_MS if refused else 0
+        if reservation is None:
+            return Answer(PutReply(id=0, stored=0, existed=existed, refused=refused, retry_after_ms=retry))
+        reservation.busy = True
+        try:
+            sums = await self._workers.run(lambda: self._fill(reservation, payloads, totals))
+        except BaseException:
+            self._give_back(reservation)
+            raise
+        reservation.busy = False
+        positions = reservation.position
+        answer = self._finish(reservation, np.arange(positions.size), sums, totals[positions])
+        assert isinstance(answer.reply, CommitReply)
+        stored = answer.reply.committed
+        return Answer(
+            PutReply(id=0, stored=stored, existed=existed + answer.reply.existed, refused=refused, retry_after_ms=retry)
+        )
+
+    def expire(self, now_ns: int) -> None:
+        """Quarantine reservations whose time is up: their keys become free, their slots do not."""
+        for reservation in self.reservations.expired(now_ns):
+            if not reservation.quarantined:
+                self._quarantine(reservation)
+
+    def session_detached(self, session: Session) -> None:
+        """The client is gone or silent, its process may not be: quarantine what it might still write."""
+        for reservation in self.reservations.of_session(session.id):
+            if session.attached and not reservation.quarantined:
+                self._quarantine(reservation)
+
+    def process_gone(self, session: Session) -> None:
+        """Nobody can write any more: give everything back."""
+        for reservation in self.reservations.of_session(session.id):
+            reservation.abandoned = True
+            if not reservation.busy:
+                self._give_back(reservation)
+
+    def _reserve(
+        self, session: int, entry: NamespaceEntry, keys: Keys
+    ) -> tuple[Reservation | None, npt.NDArray[np.uint8]]:
+        """Rows and slots for keys that are not there: (reservation or None, status per key)."""
+        if self.closed:
+            raise RequestError(ErrorCode.SHUTTING_DOWN, "the daemon is stopping and takes no more stores")
+        copies = self._copies
+        number = self.reservations.next_id()
+        if number is None:
+            raise RequestError(
+                ErrorCode.BUSY, f"{self.reservations.limit} reservations are open", retry_after_ms=RETRY_MS
+            )
+        status = np.full(len(keys), SLOT_EXISTS, np.uint8)
+        rows, position = copies.blocks.add(keys, entry.number, WRITING)
+        absent = copies.blocks.pages.lookup(keys, entry.number) < 0
+        status[absent] = SLOT_BUSY
+        cls = copies.host_class(entry)
+        slots = self._room.take_host(cls, rows.size)
+        status[position[slots.size :]] = SLOT_BUSY
+        if slots.size < rows.size:
+            copies.counters["busy_stores"] += int(rows.size - slots.size)
+            self._drop_rows(rows[slots.size :])
+        if not slots.size:
+            return None, status
+        rows, position = rows[: slots.size], position[: slots.size]
+        status[position] = SLOT_GRANTED
+        expires_ns = self._clock.now_ns() + self._ttl_ns
+        reservation = Reservation(number, session, entry, cls, keys[position].copy(), rows, slots, position, expires_ns)
+        self.reservations.add(reservation)
+        copies.counters["reserved_blocks"] += slots.size
+        return reservation, status
+
+    def _which(self, reservation: Reservation, index: list[int] | None) -> npt.NDArray[np.intp]:
+        """Positions within the reservation of the blocks that a Commit names by their place in the keys."""
+        if index is None:
+            return np.arange(reservation.position.size)
+        wanted = np.array(index, np.int64)
+        places = np.searchsorted(reservation.position, wanted)
+        places[places >= reservation.position.size] = 0
+        wrong = reservation.position[places] != wanted
+        if wrong.any():
+            bad = int(wanted[wrong][0])
+            raise RequestError(
+                ErrorCode.BAD_ARGUMENT, f"block {bad} was not granted by this reservation, or is committed"
+            )
+        if np.unique(wanted).size < wanted.size:
+            raise RequestError(ErrorCode.BAD_ARGUMENT, "a commit names a block twice")
+        return places
+
+    async def _commit_verified(
+        self, reservation: Reservation, which: npt.NDArray[np.intp], sums: Sums, totals: Sums
+    ) -> Answer:
+        reservation.busy = True
+        try:
+            bad = await self._workers.run(lambda: self._first_bad(reservation, which, sums))
+        finally:
+            reservation.busy = False
+        if bad >= 0 and reservation.abandoned:
+            self._give_back(reservation)
+        if bad >= 0:
+            raise RequestError(
+                ErrorCode.CHECKSUM_MISMATCH,
+                f"block {int(reservation.position[which[bad]])}: its bytes do not match its layer sums",
+            )
+        return self._finish(reservation, which, sums, totals)
+
+    def _finish(self, reservation: Reservation, which: npt.NDArray[np.intp], sums: Sums, totals: Sums) -> Answer:
+        """Blocks become visible; the rest of the reservation stays."""
+        copies, entry, cls = self._copies, reservation.entry, reservation.cls
+        rows, slots = reservation.rows[which], reservation.slots[which]
+        keep = np.ones(which.size, np.bool_)
+        if reservation.quarantined:
+            keep = copies.blocks.pages.lookup(reservation.keys[which], entry.number) < 0
+            if keep.any():
+                copies.blocks.show(rows[keep])
+        fresh, fresh_slots = rows[keep], slots[keep]
+        table = copies.blocks.table
+        copies.host.set_sums(cls, fresh_slots, sums[keep])
+        table.block_sum[fresh] = totals[keep]
+        table.flags[fresh] = (table.flags[fresh] | VISIBLE) & np.uint8(~WRITING & 0xFF)
+        copies.add_host(cls, fresh, fresh_slots)
+        if self._write_behind is not None and fresh.size:
+            self._write_behind.add(entry, cls, fresh, fresh_slots)
+        self._drop_rows(rows[~keep])
+        copies.host.release(cls, slots)
+        self._shrink(reservation, which)
+        copies.counters["committed_blocks"] += fresh.size
+        copies.counters["committed_bytes"] += fresh.size * entry.geometry.block_bytes
+        if copies.events is not None and fresh.size:
+            copies.events.stored([key.tobytes() for key in table.key[fresh]], None, entry.geometry.block_size, "host")
+        return Answer(CommitReply(id=0, committed=fresh.size, existed=which.size - fresh.size))
+
+    def _shrink(self, reservation: Reservation, which: npt.NDArray[np.intp]) -> None:
+        rest = np.ones(reservation.rows.size, np.bool_)
+        rest[which] = False
+        if not rest.any():
+            self.reservations.remove(reservation)
+            return
+        for name in ("rows", "slots", "position", "keys"):
+            setattr(reservation, name, getattr(reservation, name)[rest])
+
+    def _give_back(self, reservation: Reservation) -> None:
+        self.reservations.remove(reservation)
+        self._copies.counters["aborted_blocks"] += reservation.rows.size
+        self._drop_rows(reservation.rows)
+        self._copies.host.release(reservation.cls, reservation.slots)
+
+    def _quarantine(self, reservation: Reservation) -> None:
+        reservation.quarantined = True
+        self._copies.counters["quarantined_blocks"] += reservation.rows.size
+        self._copies.blocks.hide(reservation.rows)
+
+    def _drop_rows(self, rows: Rows) -> None:
+        """Rows that were being written and never became blocks."""
+        if rows.size:
+            table = self._copies.blocks.table
+            table.flags[rows] &= np.uint8(~WRITING & 0xFF)
+            self._copies.blocks.drop(rows)
+
+    def _reservation(self, session: Session, number: int) -> Reservation:
+        reservation = self.reservations.get(number, session.id)
+        if reservation is None:
+            raise RequestError(ErrorCode.NOT_YOURS, f"reservation {number} is not this session's, or has ended")
+        if reservation.busy:
+            raise RequestError(ErrorCode.BUSY, f"reservation {number} is being committed", retry_after_ms=RETRY_MS)
+        return reservation
+
+    def _first_bad(self, reservation: Reservation, which: npt.NDArray[np.intp], sums: Sums) -> int:
+        """First of the named blocks whose bytes do not match; -1 when all do. In a worker thread."""
+        slots = reservation.slots[which].tolist()
+        for i, slot in enumerate(slots):
+            view = self._copies.host.view(reservation.cls, slot)
+            if (layer_sums(view, reservation.entry.geometry) != sums[i]).any():
+                return i
+        return -1
+
+    def _fill(self, reservation: Reservation, payloads: Sequence[memoryview], totals: Sums) -> Sums:
+        """Copy payloads into their slots; RequestError when one does not match its sum. In a worker thread."""
+        shape = reservation.entry.geometry
+        sums = np.empty((reservation.slots.size, shape.layers), np.uint64)
+        for i, (slot, position) in enumerate(
+            zip(reservation.slots.tolist(), reservation.position.tolist(), strict=True)
+        ):
+            packed = np.frombuffer(payloads[position], np.uint8)
+            fill_and_sum(packed, self._copies.host.view(reservation.cls, slot), shape, sums[i])
+            if block_sum(sums[i]) != int(totals[position]):
+                raise RequestError(ErrorCode.CHECKSUM_MISMATCH, f"block {position} does not match its block sum")
+        return sums
