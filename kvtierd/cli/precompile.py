@@ -8,7 +8,7 @@ import os
 from kvtierd.cli.errors import CommandError, Failure
 from kvtierd.config.loader import load
 from kvtierd.config.options import add_options
-from kvtierd.daemon.kernels import load_kernels
+from kvtierd.daemon.kernels import choose_cache, load_kernels
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compile what is missing. Raises CommandError where nothing can be cached."""
     settings = load(config=args.config, options=args.options, environment=os.environ).settings
-    kernels = load_kernels(settings.cache_dir)
-    if kernels.directory is None:
-        raise CommandError(Failure.IO, kernels.note)
-    print(f"{kernels.note}; loaded in {kernels.seconds:.2f} s")
+    cache = choose_cache(settings.cache_dir)
+    if cache.directory is None:
+        raise CommandError(Failure.IO, cache.note)
+    print(f"{cache.note}; loaded in {load_kernels():.2f} s")
     return 0

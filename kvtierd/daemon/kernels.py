@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-KERNEL_MODULES = ("kvtierd.index.probe", "kvtierd.index.update")
-"""Importing these compiles their functions, or loads them from the cache."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Kernels:
-    """Where compiled code is kept (None: nowhere), why, and how long loading it took."""
-
-    directory: Path | None
-    note: str
-    seconds: float
+if TYPE_CHECKING:
+    from kvtierd.index.jit import CacheState
 
 
-def load_kernels(cache_dir: str) -> Kernels:
-    """Load all compiled functions; `cache_dir` "" takes the default folder (kvtierd.index.jit)."""
-    begin_s = time.monotonic()
-    # Deferred: Numba reads its settings when it is imported, and whoever only checks a configuration needs none of it.
+def choose_cache(cache_dir: str) -> CacheState:
+    """Fix the folder of compiled code; "" takes the default one (kvtierd.index.jit)."""
+    # Deferred: importing Numba takes a while, and whoever only checks a configuration needs none of it.
     from kvtierd.index.jit import configure_cache, default_cache_directory
 
-    state = configure_cache(Path(cache_dir) if cache_dir else default_cache_directory())
-    for name in KERNEL_MODULES:
-        importlib.import_module(name)
-    return Kernels(state.directory, state.note, time.monotonic() - begin_s)
+    return configure_cache(Path(cache_dir) if cache_dir else default_cache_directory())
+
+
+def load_kernels() -> float:
+    """Load all compiled functions, which importing their modules does; how many seconds it took."""
+    from kvtierd.index.jit import PACKAGE, SOURCES
+
+    begin_s = time.monotonic()
+    for path in sorted(path for folder in SOURCES for path in (PACKAGE / folder).rglob("*.py")):
+        importlib.import_module(".".join((PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts)))
+    return time.monotonic() - begin_s
