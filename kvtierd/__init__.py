@@ -1,1 +1,70 @@
-"""kvtierd: a daemon that keeps the KV cache of LLM inference engines in three tiers."""
+"""kvtierd: a daemon that keeps the KV cache of LLM inference engines in three tiers; `from kvtierd import Client`.
+
+Names are resolved when they are first used, so that importing one package of ours does not load the client.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtierd.core.errors import ErrorCode, KvtierdError, RequestError
+    from kvtierd.core.geometry import Geometry
+    from kvtierd.core.keys import block_keys, foreign_key
+    from kvtierd.core.namespace import Namespace
+    from kvtierd.protocol.client import Client, Lease, Reservation
+    from kvtierd.protocol.connection import Unavailable
+    from kvtierd.protocol.results import Fetched, Hit, NamespaceHandle, Stored
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Client",
+    "ErrorCode",
+    "Fetched",
+    "Geometry",
+    "Hit",
+    "KvtierdError",
+    "Lease",
+    "Namespace",
+    "NamespaceHandle",
+    "RequestError",
+    "Reservation",
+    "Stored",
+    "Unavailable",
+    "__version__",
+    "block_keys",
+    "foreign_key",
+]
+
+_HOMES = {
+    "Client": "kvtierd.protocol.client",
+    "ErrorCode": "kvtierd.core.errors",
+    "Fetched": "kvtierd.protocol.results",
+    "Geometry": "kvtierd.core.geometry",
+    "Hit": "kvtierd.protocol.results",
+    "KvtierdError": "kvtierd.core.errors",
+    "Lease": "kvtierd.protocol.client",
+    "Namespace": "kvtierd.core.namespace",
+    "NamespaceHandle": "kvtierd.protocol.results",
+    "RequestError": "kvtierd.core.errors",
+    "Reservation": "kvtierd.protocol.client",
+    "Stored": "kvtierd.protocol.results",
+    "Unavailable": "kvtierd.protocol.connection",
+    "block_keys": "kvtierd.core.keys",
+    "foreign_key": "kvtierd.core.keys",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from kvtierd.protocol.messages import AnyReply, AnyRequest
@@ -17,7 +17,8 @@ class Session:
     """One client as the daemon knows it, from Hello until its process or its socket is gone.
 
     `pid`, `uid` and `pidfd` are the kernel's word, known once the client has attached to the arena socket (-1
-    before). `state` belongs to the service.
+    before). `state` belongs to the service. `quarantined` is how many of its write reservations the service still
+    holds for a process that lives; at 0 nobody has to wait for the end of the process, -1 says "not told".
     """
 
     id: int
@@ -28,6 +29,7 @@ class Session:
     uid: int = -1
     pidfd: int = -1
     state: Any = None
+    quarantined: int = -1
 
     @property
     def attached(self) -> bool:
@@ -37,10 +39,15 @@ class Session:
 
 @dataclasses.dataclass(slots=True)
 class Answer:
-    """A reply with its raw frames. The server fills in `id` and `epoch` of the reply."""
+    """A reply with its raw frames. The server fills in `id` and `epoch` of the reply.
+
+    With `on_sent` large frames leave without a copy: they must not change until it is called, once, on the loop, when
+    ZeroMQ is done with them or the reply was dropped. Without it a frame that is not `bytes` is copied.
+    """
 
     reply: AnyReply
     frames: Sequence[Frame] = ()
+    on_sent: Callable[[], None] | None = None
 
 
 class Service(Protocol):
@@ -48,7 +55,8 @@ class Service(Protocol):
 
     `handle` returns an Answer at once where it can (lookups), or an awaitable where copies or disks are involved;
     the server bounds how many of those one session has in flight and enforces the deadline. It raises RequestError for
-    input that cannot be served. It must leave nothing behind when its awaitable is cancelled.
+    input that cannot be served. It must leave nothing behind when its awaitable is cancelled, also before its first
+    step. A reservation or a lease whose answer could not be delivered is given back by the server (Abort, Release).
     """
 
     def handle(self, session: Session, request: AnyRequest, frames: Sequence[memoryview]) -> Answer | Awaitable[Answer]:

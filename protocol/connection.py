@@ -1,0 +1,315 @@
+"""A client's connection: one DEALER socket, never waited on, and the state of its session (protocol/SPEC.md §5).
+
+Everything here returns at once. The sync and the async client share it and differ only in how they wait for the
+descriptor. States: *down* (no session: calls fail fast, each takes one cheap step towards a session), and *up*.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+
+from kvtierd.core.errors import ErrorCode, KvtierdError, RequestError
+from kvtierd.protocol.codec import decode_reply, encode
+from kvtierd.protocol.messages import (
+    MAX_BATCH,
+    PROTOCOL_VERSION,
+    Abort,
+    AcquireReply,
+    AnyReply,
+    AnyRequest,
+    ErrorReply,
+    Hello,
+    HelloReply,
+    Release,
+    ReserveReply,
+)
+from kvtierd.protocol.service import Frame
+
+Received = tuple[AnyReply, list[memoryview]]
+"""A reply and its raw frames, which are views into what ZeroMQ received."""
+
+HELLO_PATIENCE_NS = 500_000_000
+"""After this long without an answer Hello is sent again: the connection may have been lost behind our back."""
+FRESH_SOCKET_NS = 100_000_000
+"""Least time between two new sockets while the daemon is away."""
+RECONNECT_MS = 50
+QUEUE_MESSAGES = 1000
+MAX_HELLOS = 16
+MAX_ORPHANS = 4096
+ZERO_COPY_BYTES = 64 << 10
+
+_SESSION_LOST = frozenset({ErrorCode.STALE_EPOCH, ErrorCode.NO_SESSION})
+
+
+class Unavailable(KvtierdError):  # noqa: N818 - a state of the daemon, named as operators name it
+    """The daemon did not answer in time: it is not running, stopped or overloaded."""
+
+
+class Group:
+    """Requests that somebody waits for together; `wake` is called when the last one is answered."""
+
+    __slots__ = ("missing", "wake")
+
+    def __init__(self, wake: Callable[[], None] | None = None) -> None:
+        self.missing = 0
+        self.wake = wake
+
+
+class Pending:
+    """One request under way, and its reply once there is one."""
+
+    __slots__ = ("group", "received", "session_no")
+
+    def __init__(self, group: Group, session_no: int) -> None:
+        self.group = group
+        self.session_no = session_no
+        self.received: Received | None = None
+
+
+class Connection:
+    """Not thread-safe: its owner serialises the calls. `counters` count what a caller does not see."""
+
+    def __init__(self, endpoint: str, name: str) -> None:
+        self.endpoint = endpoint
+        self.name = name
+        self.counters: Counter[str] = Counter()
+        self.up = False
+        self.closed = False
+        self.epoch = 0
+        self.session_no = 0
+        """Counts sessions: numbers of namespaces, leases and reservations mean something only within one."""
+        self.token = b""
+        self.arena_path = ""
+        self.max_batch = MAX_BATCH
+        self.max_message_bytes = 1 << 20
+        self.refusal: RequestError | None = None
+        """Why the daemon would not have us, where it said so."""
+        self.orphans: deque[tuple[int, int]] = deque(maxlen=MAX_ORPHANS)
+        """(session_no, reservation) that must be aborted when the session goes on."""
+        self._next_id = 1
+        self._pending: dict[int, Pending] = {}
+        self._hello_ids: list[int] = []
+        self._hello_ns = 0
+        self._opened_ns = 0
+        self._used = False
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+
+    # The socket
+
+    def open(self) -> None:
+        """Make a fresh socket and start connecting; nothing of an earlier one can be delivered any more."""
+        self._close_socket()
+        if self._context is None:
+            self._context = zmq.Context()
+        socket = self._context.socket(zmq.DEALER)
+        # IMMEDIATE: queue only for a daemon that is there; a request must not wait for one that comes later.
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
+        socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+        socket.connect(self.endpoint)
+        self._socket = socket
+        self._opened_ns = time.monotonic_ns()
+        self._used = False
+        self._hello_ids.clear()
+
+    def fileno(self) -> int:
+        """ZeroMQ's descriptor: readable when something may have happened, edges only."""
+        assert self._socket is not None
+        return int(self._socket.getsockopt(zmq.FD))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a socket."""
+        return self._socket is not None
+
+    def close(self) -> None:
+        """Close for good."""
+        self.closed = True
+        self.up = False
+        self._close_socket()
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+    def abandon(self) -> None:
+        """After a fork, in the child: the socket, the session and all that waits belong to the parent."""
+        self._socket = None
+        self._context = None
+        self.up = False
+        self.token = b""
+        self.session_no += 1
+        self._pending.clear()
+        self._hello_ids.clear()
+        self.orphans.clear()
+
+    def _close_socket(self) -> None:
+        if self._socket is not None:
+            self._socket.close(0)
+            self._socket = None
+
+    # The session
+
+    def step(self, now_ns: int) -> bool:
+        """Go one step towards a session without waiting; True when there is one."""
+        if self.closed:
+            raise Unavailable("the client is closed")
+        if self._socket is None:
+            self.open()
+        self.drain()  # the answer to our Hello may be there
+        if not self.up and (not self._hello_ids or now_ns - self._hello_ns > HELLO_PATIENCE_NS):
+            self._say_hello(now_ns)
+        return self.up
+
+    @property
+    def hello_sent(self) -> bool:
+        """Whether an answer to Hello is awaited: a daemon was there to take it."""
+        return bool(self._hello_ids)
+
+    def _say_hello(self, now_ns: int) -> None:
+        if len(self._hello_ids) >= MAX_HELLOS:
+            self.open()
+        versions = (PROTOCOL_VERSION, PROTOCOL_VERSION)
+        request = Hello(id=self._take_id(), versions=versions, client=self.name, resume=self.token)
+        if self._transmit(encode(request), ()):
+            self._hello_ids.append(request.id)
+            self._hello_ns = now_ns
+        elif self._used and now_ns - self._opened_ns > FRESH_SOCKET_NS:
+            self.open()  # the daemon that this socket reached is gone
+
+    def lose(self) -> None:
+        """A request got no answer in time: calls fail fast until the daemon answers a Hello on this socket."""
+        if self.up:
+            self.up = False
+            self.counters["sessions_lost"] += 1
+            self._hello_ids.clear()
+            self._say_hello(time.monotonic_ns())
+
+    def _welcome(self, reply: HelloReply) -> None:
+        self._hello_ids.clear()
+        self.refusal = None
+        if reply.token != self.token or reply.epoch != self.epoch:
+            self.session_no += 1
+        self.epoch, self.token, self.arena_path = reply.epoch, reply.token, reply.arena
+        self.max_batch, self.max_message_bytes = reply.max_batch, reply.max_message_bytes
+        self.up = True
+        self.counters["sessions"] += 1
+        self._abort_orphans()
+
+    def _abort_orphans(self) -> None:
+        while self.orphans:
+            session_no, reservation = self.orphans.popleft()
+            if session_no == self.session_no:
+                self.post(Abort(id=0, reservation=reservation))
+
+    # Requests and replies
+
+    def submit(self, request: AnyRequest, frames: Sequence[Frame], deadline_ns: int, group: Group) -> Pending | None:
+        """Send a request; None when the daemon is gone or its queue is full. The caller has seen `up`."""
+        request.id = number = self._take_id()
+        request.epoch = self.epoch
+        request.deadline_ns = deadline_ns
+        if not self._transmit(encode(request), frames):
+            return None
+        pending = self._pending[number] = Pending(group, self.session_no)
+        group.missing += 1
+        return pending
+
+    def post(self, request: AnyRequest) -> bool:
+        """Send a request whose answer nobody waits for."""
+        if not self.up:
+            return False
+        request.id = 0
+        request.epoch = self.epoch
+        return self._transmit(encode(request), ())
+
+    def forget(self, group: Group) -> None:
+        """Nobody waits for a group any more: a reply that comes now is late, and what it granted is given back."""
+        for number in [number for number, pending in self._pending.items() if pending.group is group]:
+            del self._pending[number]
+        group.missing = 0
+
+    def drain(self) -> None:
+        """Take in every reply that is there."""
+        socket = self._socket
+        if socket is None:
+            return
+        while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            header = socket.recv(zmq.NOBLOCK, copy=False)
+            more = header.more
+            frames = []
+            while more:
+                frame = socket.recv(zmq.NOBLOCK, copy=False)
+                more = frame.more
+                frames.append(frame.buffer)
+            self._dispatch(header.buffer, frames)
+
+    def _dispatch(self, header: memoryview, frames: list[memoryview]) -> None:
+        try:
+            reply = decode_reply(header)
+        except msgspec.MsgspecError:
+            self.counters["unreadable_replies"] += 1
+            return
+        pending = self._pending.pop(reply.id, None)
+        if pending is None:
+            self._take_unasked(reply)
+            return
+        if type(reply) is ErrorReply and pending.session_no == self.session_no and self.up:
+            if reply.code in _SESSION_LOST:
+                self.up, self.token = False, b""
+            elif reply.code == ErrorCode.SHUTTING_DOWN:
+                self.lose()
+        pending.received = (reply, frames)
+        group = pending.group
+        group.missing -= 1
+        if not group.missing and group.wake is not None:
+            group.wake()
+
+    def _take_unasked(self, reply: AnyReply) -> None:
+        match reply:
+            case HelloReply() if reply.id in self._hello_ids:
+                self._welcome(reply)
+            case ErrorReply() if reply.id in self._hello_ids:
+                self._hello_ids.clear()
+                self.refusal = RequestError(reply.code, reply.message, reply.retry_after_ms)
+            case ReserveReply() if reply.reservation and reply.epoch == self.epoch:
+                self.counters["late_replies"] += 1
+                self._give_back(Abort(id=0, reservation=reply.reservation))
+            case AcquireReply() if reply.lease and reply.epoch == self.epoch:
+                self.counters["late_replies"] += 1
+                self._give_back(Release(id=0, leases=[reply.lease], quiet=True))
+            case _ if reply.id:
+                self.counters["late_replies"] += 1
+
+    def _give_back(self, request: AnyRequest) -> None:
+        request.epoch = self.epoch
+        self._transmit(encode(request), ())
+
+    def _take_id(self) -> int:
+        number = self._next_id
+        self._next_id += 1
+        return number
+
+    def _transmit(self, header: bytes, frames: Sequence[Frame]) -> bool:
+        socket = self._socket
+        if socket is None:
+            return False
+        try:
+            socket.send(header, zmq.NOBLOCK | zmq.SNDMORE if frames else zmq.NOBLOCK)
+            last = len(frames) - 1
+            for position, frame in enumerate(frames):
+                nbytes = frame.nbytes if isinstance(frame, memoryview) else len(frame)
+                flags = zmq.NOBLOCK if position == last else zmq.NOBLOCK | zmq.SNDMORE
+                # Large frames are copied too: the caller may reuse its memory as soon as the call has timed out.
+                socket.send(frame, flags, copy=nbytes < ZERO_COPY_BYTES or not isinstance(frame, bytes))
+        except zmq.Again:
+            return False
+        self._used = True
+        return True

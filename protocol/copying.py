@@ -1,0 +1,119 @@
+"""Copies between the caller's memory and slots, with checksums, on a few threads (protocol/SPEC.md §3).
+
+NumPy copies without the GIL; the hash holds it, so it runs over 64 KiB pieces just after they were copied, while
+other threads copy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import xxhash
+
+from kvtierd.core.checksum import PIECE_BYTES, Bytes, Sums, block_sum, copy_and_sum, fill_and_sum, layer_sums
+from kvtierd.core.geometry import Geometry
+
+PARALLEL_BYTES = 1 << 20
+"""Less than this is copied by the calling thread: waking another costs more."""
+
+
+def default_threads() -> int:
+    """2 to 4, by the CPUs that we may use."""
+    return max(2, min(4, len(os.sched_getaffinity(0))))
+
+
+class Copier:
+    """Runs one function over many blocks; its threads start with the first large copy."""
+
+    def __init__(self, threads: int) -> None:
+        if threads < 1:
+            raise ValueError(f"copy_threads is {threads}; at least 1 is wanted")
+        self._threads = threads
+        self._pool: ThreadPoolExecutor | None = None
+
+    def copy_out(self, views: Sequence[Bytes], out: Sequence[Bytes] | Bytes, geometry: Geometry) -> None:
+        """Copy slots into packed blocks, without looking at the bytes."""
+        self._spread(lambda i: _unpack(views[i], out[i], geometry), len(views), geometry)
+
+    def copy_out_and_sum(self, views: Sequence[Bytes], out: Sequence[Bytes] | Bytes, geometry: Geometry) -> Sums:
+        """Copy slots into packed blocks and hash what arrived: [n, layers] u64."""
+        sums = np.empty((len(views), geometry.layers), np.uint64)
+        self._spread(lambda i: copy_and_sum(views[i], out[i], geometry, sums[i], packed=True), len(views), geometry)
+        return sums
+
+    def fill(self, blocks: Sequence[Bytes] | Bytes, views: Sequence[Bytes], geometry: Geometry) -> Sums:
+        """Copy packed blocks into slots and hash them as they land: [n, layers] u64."""
+        sums = np.empty((len(views), geometry.layers), np.uint64)
+        self._spread(lambda i: fill_and_sum(blocks[i], views[i], geometry, sums[i]), len(views), geometry)
+        return sums
+
+    def sum_slots(self, views: Sequence[Bytes], geometry: Geometry) -> Sums:
+        """Hash blocks in slot form where they lie: [n, layers] u64."""
+        sums = np.empty((len(views), geometry.layers), np.uint64)
+        self._spread(lambda i: layer_sums(views[i], geometry, sums[i]), len(views), geometry)
+        return sums
+
+    def sum_packed(self, blocks: Sequence[Bytes] | Bytes, geometry: Geometry) -> Sums:
+        """Hash packed blocks: [n, layers] u64."""
+        sums = np.empty((len(blocks), geometry.layers), np.uint64)
+        self._spread(lambda i: _sum_packed(blocks[i], geometry, sums[i]), len(blocks), geometry)
+        return sums
+
+    def _spread(self, work: Callable[[int], object], count: int, geometry: Geometry) -> None:
+        threads = min(self._threads, count)
+        if threads <= 1 or count * geometry.block_bytes < PARALLEL_BYTES:
+            for i in range(count):
+                work(i)
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="kvtierd-copy")
+
+        def strided(first: int) -> None:
+            for i in range(first, count, threads):
+                work(i)
+
+        others = [self._pool.submit(strided, first) for first in range(1, threads)]
+        try:
+            strided(0)
+        finally:
+            # Nobody may still be writing into the caller's memory when we return, also not after an error.
+            errors = [other.exception() for other in others]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def abandon(self) -> None:
+        """In a forked child: the threads stayed with the parent."""
+        self._pool = None
+
+
+def block_sums(sums: Sums) -> Sums:
+    """Each block's checksum from its layer sums: [n] u64."""
+    return np.fromiter((block_sum(row) for row in sums), np.uint64, len(sums))
+
+
+def _unpack(slot: Bytes, packed: Bytes, geometry: Geometry) -> None:
+    if geometry.layer_stride == geometry.layer_bytes:
+        packed[:] = slot[: geometry.block_bytes]
+        return
+    rows = slot[: geometry.slot_bytes].reshape(geometry.layers, geometry.layer_stride)
+    packed.reshape(geometry.layers, geometry.layer_bytes)[:] = rows[:, : geometry.layer_bytes]
+
+
+def _sum_packed(block: Bytes, geometry: Geometry, out: Sums) -> None:
+    data, size = block.data, geometry.layer_bytes
+    for layer in range(geometry.layers):
+        begin = layer * size
+        state = xxhash.xxh3_64()
+        for at in range(begin, begin + size, PIECE_BYTES):
+            state.update(data[at : min(at + PIECE_BYTES, begin + size)])
+        out[layer] = state.intdigest()

@@ -1,0 +1,57 @@
+"""The sockets of one tenant's runtime folder: names, mode, and what to do with a path that exists (SPEC.md §2)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvtierd.core.errors import ExitCode, StartupError
+
+SOCKET_NAME = "kvtierd.sock"
+ARENA_NAME = "arena.sock"
+EVENTS_NAME = "events.sock"
+SOCKET_MODE = 0o660
+MAX_PATH_BYTES = 107
+"""What a Unix socket's address has room for."""
+
+DEFAULT_ENDPOINT = "ipc:///run/kvtierd/default/kvtierd.sock"
+
+
+def default_endpoint() -> str:
+    """Where clients look: $KVTIERD_ENDPOINT, else the service's default tenant."""
+    return os.environ.get("KVTIERD_ENDPOINT") or DEFAULT_ENDPOINT
+
+
+def prepare_path(path: Path, *, replace_stale: bool) -> None:
+    """Make sure that a socket can be bound at `path`. Raises StartupError naming the path and what to do.
+
+    ZeroMQ would silently take over a path that another daemon serves, so an existing socket is refused;
+    `replace_stale` says that the caller holds the folder's lock and knows it to be a leftover.
+    """
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        message = f"the socket path {path} is longer than {MAX_PATH_BYTES} bytes: choose a shorter server.runtime_dir"
+        raise StartupError(ExitCode.CONFIG, message)
+    try:
+        mode = path.lstat().st_mode
+        if stat.S_ISSOCK(mode) and replace_stale:
+            path.unlink()
+            return
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StartupError(ExitCode.IO, f"cannot prepare {path}: {error.strerror}") from error
+    message = f"{path} exists: another daemon serves it, or it was left behind; stop that one or remove the file"
+    raise StartupError(ExitCode.LOCKED, message)
+
+
+@contextlib.contextmanager
+def socket_mode() -> Iterator[None]:
+    """Create sockets with SOCKET_MODE from the start, not a moment after they can be reached."""
+    mask = os.umask(0o777 & ~SOCKET_MODE)
+    try:
+        yield
+    finally:
+        os.umask(mask)

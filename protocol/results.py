@@ -1,0 +1,65 @@
+"""What the clients return: plain data, the same from the sync and the async client."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.core.checksum import Bytes
+from kvtierd.core.geometry import Geometry
+from kvtierd.core.namespace import Namespace
+
+Masks = npt.NDArray[np.uint8]
+"""One byte a block: a residency mask (TIER_GPU | TIER_HOST | TIER_NVME)."""
+
+NO_MASKS: Masks = np.empty(0, np.uint8)
+NO_MASKS.flags.writeable = False
+
+
+class NamespaceHandle:
+    """A registered namespace. It stays valid over reconnects: the client registers it again by itself."""
+
+    __slots__ = ("allow_loss", "digest", "geometry", "namespace", "number", "session_no")
+
+    def __init__(self, namespace: Namespace, *, allow_loss: bool) -> None:
+        self.namespace = namespace
+        self.geometry: Geometry = namespace.geometry
+        self.digest = namespace.digest()
+        self.allow_loss = allow_loss
+        self.number = 0
+        self.session_no = 0
+        """The session in which `number` means this namespace; the client's business."""
+
+    def __repr__(self) -> str:
+        return f"NamespaceHandle({self.namespace.model!r}, digest={self.digest[:4].hex()}…)"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Hit:
+    """The stored prefix: its length in blocks, and where each of its blocks lies ([count] uint8 masks)."""
+
+    count: int
+    tiers: Masks
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stored:
+    """How many blocks are stored now, were stored before, and were dropped (no room, or no daemon)."""
+
+    stored: int
+    existed: int
+    dropped: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Fetched:
+    """The fetched prefix: `blocks` is [count, block_bytes] uint8, `sources` [count] uint8 masks."""
+
+    count: int
+    blocks: Bytes
+    sources: Masks
+
+
+NO_HIT = Hit(0, NO_MASKS)

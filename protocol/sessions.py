@@ -1,0 +1,118 @@
+"""Who is connected: sessions by routing id and by token, with a limit and an idle time (protocol/SPEC.md §5)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvtierd.core.clock import Clock
+from kvtierd.core.errors import ErrorCode, RequestError
+from kvtierd.protocol.codec import clip
+from kvtierd.protocol.messages import MAX_BATCH, PROTOCOL_VERSION, Hello
+from kvtierd.protocol.service import Service, Session
+
+TOKEN_BYTES = 16
+MAX_CLIENT_NAME = 200
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """What one daemon grants; every number is fixed at start (meanings as in the `server` section)."""
+
+    max_sessions: int = 256
+    max_inflight: int = 64
+    max_message_bytes: int = 256 << 20
+    session_idle_s: float = 600.0
+    max_batch: int = MAX_BATCH
+    lease_ttl_ms: int = 10_000
+    default_deadline_s: float = 60.0
+    """For a request that names no deadline, and the most that one may name."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Peer:
+    """A session as the server keeps it: where its replies go and what it has under way."""
+
+    rid: bytes
+    session: Session
+    seen_ns: int
+    unsent_bytes: int = 0
+    tasks: set[asyncio.Task[Any]] = dataclasses.field(default_factory=set)
+
+
+class SessionTable:
+    """All sessions of one tenant's endpoint. `on_end` is told of each that ends, once."""
+
+    def __init__(
+        self, service: Service, tenant: str, limits: Limits, clock: Clock, on_end: Callable[[Session], None]
+    ) -> None:
+        self._service = service
+        self._tenant = tenant
+        self._limits = limits
+        self._clock = clock
+        self._on_end = on_end
+        self._by_token: dict[bytes, Peer] = {}
+        self._next_id = 1
+        self.by_rid: dict[bytes, Peer] = {}
+        self.opened_total = 0
+
+    def __len__(self) -> int:
+        return len(self._by_token)
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(list(self._by_token.values()))
+
+    def by_token(self, token: bytes) -> Peer | None:
+        """The session that a token stands for."""
+        return self._by_token.get(token)
+
+    def hello(self, rid: bytes, request: Hello) -> Peer:
+        """Open a session, or find the one that this socket or token already has.
+
+        Raises RequestError: `bad_version` when we share no version, `busy` when there are too many sessions.
+        """
+        low, high = request.versions
+        if not low <= PROTOCOL_VERSION <= high:
+            message = f"the client speaks versions {low} to {high}; this daemon speaks {PROTOCOL_VERSION}"
+            raise RequestError(ErrorCode.BAD_VERSION, message)
+        if (peer := self.by_rid.get(rid)) is not None:
+            return peer
+        if request.resume and (peer := self._by_token.get(request.resume)) is not None:
+            self.by_rid.pop(peer.rid, None)
+            peer.rid = rid
+            self.by_rid[rid] = peer
+            return peer
+        return self._open(rid, request)
+
+    def _open(self, rid: bytes, request: Hello) -> Peer:
+        if len(self) >= self._limits.max_sessions:
+            message = f"{len(self)} sessions are open, which is the limit (server.max_sessions)"
+            raise RequestError(ErrorCode.BUSY, message, retry_after_ms=1000)
+        name = clip(request.client)[:MAX_CLIENT_NAME]
+        session = Session(self._next_id, self._tenant, name, secrets.token_bytes(TOKEN_BYTES))
+        self._service.session_opened(session)
+        self._next_id += 1
+        self.opened_total += 1
+        peer = Peer(rid, session, self._clock.now_ns())
+        self.by_rid[rid] = self._by_token[session.token] = peer
+        return peer
+
+    def end(self, peer: Peer) -> None:
+        """Forget a session and tell the service that its sockets are gone; a second call does nothing."""
+        if self._by_token.pop(peer.session.token, None) is None:
+            return
+        self.by_rid.pop(peer.rid, None)
+        for task in peer.tasks:
+            task.cancel()
+        self._service.session_detached(peer.session)
+        self._on_end(peer.session)
+
+    def end_idle(self) -> None:
+        """End sessions that were silent too long; the kernel tells us when an attached one ends."""
+        oldest_ns = self._clock.now_ns() - int(self._limits.session_idle_s * 1e9)
+        for peer in self:
+            if peer.seen_ns < oldest_ns and not peer.session.attached and not peer.tasks:
+                self.end(peer)
