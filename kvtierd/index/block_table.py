@@ -16,7 +16,7 @@ from numba import types
 
 from kvtierd.index.jit import compiled
 from kvtierd.index.layout import RECORD_BYTES, ROW_NUMBERS, Keys, Rows, Words
-from kvtierd.index.memory import reserve
+from kvtierd.index.memory import Backing, reserve
 
 NO_NAMESPACE = 0xFFFF
 """Namespace number of a row that holds no block."""
@@ -35,7 +35,10 @@ RECORD = np.dtype(
 )  # fmt: skip
 
 _WORDS32 = types.int32[:, ::1]
+_SLOTS_AT, _SLOTS_END, _NAMESPACE_AT = 8, 11, 13
+"""32-bit words of a record: host_slot to segment, and the one whose lower half is the namespace."""
 _FRESH, _FREED = 0, 1
+"""Places in the counts: rows that were ever in use, and those of them on the free list."""
 
 
 @compiled(types.int64(_WORDS32, ROW_NUMBERS, types.int64[::1], ROW_NUMBERS))
@@ -52,7 +55,7 @@ def _alloc(words: npt.NDArray[np.int32], freed: Rows, counts: npt.NDArray[np.int
         else:
             break
         words[row, :] = 0
-        words[row, 8:11] = -1
+        words[row, _SLOTS_AT:_SLOTS_END] = -1
         out[taken] = row
         taken += 1
     return taken
@@ -60,14 +63,14 @@ def _alloc(words: npt.NDArray[np.int32], freed: Rows, counts: npt.NDArray[np.int
 
 @compiled(types.int64(_WORDS32, ROW_NUMBERS, types.int64[::1], ROW_NUMBERS))
 def _free(words: npt.NDArray[np.int32], freed: Rows, counts: npt.NDArray[np.int64], rows: Rows) -> int:
-    """Give rows back; returns the first number that is no row in use, or -1."""
-    for row in rows:
-        if row < 0 or row >= counts[_FRESH] or (words[row, 13] & NO_NAMESPACE) == NO_NAMESPACE:
-            return int(row)
-        words[row, 13] = NO_NAMESPACE
+    """Give rows back; returns how many, which is less than all at the first number that is no row in use."""
+    for index, row in enumerate(rows):
+        if row < 0 or row >= counts[_FRESH] or (words[row, _NAMESPACE_AT] & NO_NAMESPACE) == NO_NAMESPACE:
+            return index
+        words[row, _NAMESPACE_AT] = NO_NAMESPACE
         freed[counts[_FREED]] = row
         counts[_FREED] += 1
-    return -1
+    return int(rows.size)
 
 
 class BlockTable:
@@ -109,6 +112,7 @@ class BlockTable:
         self._words: npt.NDArray[Any] = self.records.view(np.int32)
         self._freed: Rows = reserve((capacity,), np.int32)
         self._counts = np.zeros(2, np.int64)
+        self._backing = [Backing(array) for array in (self.records, self.block_sum, self._freed)]
 
     def __len__(self) -> int:
         """Rows in use."""
@@ -126,14 +130,18 @@ class BlockTable:
         They come with slots and segment -1 and everything else 0, except `block_sum`, which is as it was.
         """
         rows = np.empty(count, np.int32)
-        return rows[: _alloc(self._words, self._freed, self._counts, rows)]
+        taken = _alloc(self._words, self._freed, self._counts, rows)
+        used = self._counts.item(_FRESH)
+        for backing in self._backing:
+            backing.reached(used)
+        return rows[:taken]
 
     def free(self, rows: Rows) -> None:
         """Give rows ([n] int32) back; their keys must be out of the page table. Raises ValueError for a row that is
         not in use; those before it are free then."""
-        bad = _free(self._words, self._freed, self._counts, rows)
-        if bad != -1 or (rows.size and rows.min() < 0):
-            raise ValueError(f"row {bad} is not in use; the table has {len(self)} rows in use of {self.capacity}")
+        done = _free(self._words, self._freed, self._counts, rows)
+        if done < rows.size:
+            raise ValueError(f"row {rows[done]} is not in use; {len(self)} rows of {self.capacity} are")
 
     def bytes_per_block(self) -> int:
         """RAM per row, everything counted: record, checksum, place on the free list."""

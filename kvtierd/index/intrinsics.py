@@ -113,3 +113,28 @@ def lowest_bit(_typing: Any, bits: Any) -> Any:
         return builder.cttz(value, ir.IntType(1)(1))
 
     return types.int64(bits), codegen
+
+
+@_intrinsic
+def count_bits(_typing: Any, bits: Any) -> Any:
+    """`count_bits(uint64) -> int64`: how many bits are set."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(context.cast(builder, args[0], signature.args[0], types.uint64))
+
+    return types.int64(bits), codegen
+
+
+@_intrinsic
+def touch(_typing: Any, array: Any, offset: Any) -> Any:
+    """`touch(array, offset)`: make the kernel back the page there for writing; offset a multiple of 8.
+
+    Changes nothing, even if another thread writes there: it compares with 0 and exchanges for 0, in one atomic step.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer, zero = _address(context, builder, signature, args, ir.IntType(64)), ir.IntType(64)(0)
+        builder.cmpxchg(pointer, zero, zero, "monotonic", "monotonic")
+        return context.get_dummy_value()
+
+    return types.void(array, offset), codegen

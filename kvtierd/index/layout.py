@@ -30,7 +30,7 @@ SLOTS = 8
 """Entries of a bucket."""
 
 # Words of line 0.
-K0, K1, BUCKETS, MASK, COUNT, STASHED, BUCKETS_MAX = range(7)
+K0, K1, BUCKETS, MASK, COUNT, STASHED, BUCKETS_MAX, GROWING = range(8)
 # Words of line 1.
 LOOKUPS, TOUCHED, TOUCHED_MAX, STASH_PROBES, DISPLACED, SPLITS, REFUSED = range(7)
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import math
 import mmap
-from typing import Any
+import queue
+import threading
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from numba import types
 
-HUGE_PAGE_BYTES = 2 << 20
+from kvtierd.core.units import MIB, PAGE_BYTES
+from kvtierd.index.intrinsics import touch
+from kvtierd.index.jit import compiled
+
+Flat = npt.NDArray[np.uint8]
+
+HUGE_PAGE_BYTES: Final = 2 * MIB
 
 
 def reserve(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -19,11 +28,68 @@ def reserve(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     the TLB as often as the cache. Raises OSError (ENOMEM) when the address space cannot be had.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if size < 2 * HUGE_PAGE_BYTES:
-        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, max(size, 1), flags=flags)
         return np.frombuffer(memory, np.uint8)[:size].view(dtype).reshape(shape)
-    memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=flags)
     memory.madvise(mmap.MADV_HUGEPAGE)
     flat = np.frombuffer(memory, np.uint8)
     start = -flat.ctypes.data % HUGE_PAGE_BYTES
     return flat[start : start + size].view(dtype).reshape(shape)
+
+
+@compiled(types.void(types.uint8[::1], types.int64, types.int64))
+def _touch_pages(memory: Flat, begin: int, end: int) -> None:
+    for offset in range(begin, end, PAGE_BYTES):
+        touch(memory, offset)
+
+
+class _Backer:
+    """A thread that touches pages, started when first needed; it sleeps until there are some."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Flat, int, int]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def touch(self, memory: Flat, begin: int, end: int) -> None:
+        """Touch bytes begin..end-1 soon."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvtierd-memory", daemon=True)
+            self._thread.start()
+        self._jobs.put((memory, begin, end))
+
+    def _run(self) -> None:
+        while True:
+            _touch_pages(*self._jobs.get())
+
+
+_backer: Final = _Backer()
+
+
+class Backing:
+    """Has memory backed ahead of its use, which grows row by row from the first.
+
+    To zero a huge page takes a tenth of a millisecond, and some milliseconds in a virtual machine whose host has to
+    find the memory first: too long for the loop to wait. Another thread touches the next ones before the loop gets
+    there. (It takes page faults, and not MADV_POPULATE_WRITE: that holds the lock of the whole address space.)
+    Arrays too small for huge pages are left alone.
+    """
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        self._memory: Flat = array.reshape(-1).view(np.uint8)
+        self._row_bytes = max(1, array.nbytes // max(1, len(array)))
+        self._backed_bytes, self._trigger_row = 0, len(array) + 1
+        if array.nbytes >= 2 * HUGE_PAGE_BYTES:
+            self._trigger_row = 0
+            self.reached(0)
+
+    def reached(self, row: int) -> None:
+        """Rows below `row` are in use."""
+        if row < self._trigger_row:
+            return
+        begin, size = self._backed_bytes, self._memory.size
+        end = min(size, max(row * self._row_bytes, begin) + 2 * HUGE_PAGE_BYTES)
+        self._backed_bytes = end
+        self._trigger_row = (end - HUGE_PAGE_BYTES) // self._row_bytes if end < size else size // self._row_bytes + 1
+        _backer.touch(self._memory, begin, end)

@@ -7,7 +7,7 @@ import secrets
 import numpy as np
 
 from kvtierd.index import probe, update
-from kvtierd.index.block_table import BlockTable
+from kvtierd.index.block_table import NO_NAMESPACE, BlockTable
 from kvtierd.index.layout import (
     BUCKETS,
     BUCKETS_MAX,
@@ -29,7 +29,7 @@ from kvtierd.index.layout import (
     Keys,
     Rows,
 )
-from kvtierd.index.memory import reserve
+from kvtierd.index.memory import Backing, reserve
 
 INITIAL_BUCKETS = 16
 
@@ -45,6 +45,7 @@ class PageTable:
         self._records = blocks.records
         buckets_max = max(INITIAL_BUCKETS, -(-blocks.capacity * update.LOAD_OF // (update.LOAD_FULL * SLOTS)))
         self._table = reserve((HEADER_LINES + buckets_max, LINE_BYTES // 8), np.uint64)
+        self._backing = Backing(self._table)
         head = self._table[0]
         head[[K0, K1]] = np.frombuffer(secret or secrets.token_bytes(16), "<u8")
         head[BUCKETS], head[MASK], head[BUCKETS_MAX] = INITIAL_BUCKETS, INITIAL_BUCKETS - 1, buckets_max
@@ -55,6 +56,7 @@ class PageTable:
 
     def lookup(self, keys: Keys, namespace: int) -> Rows:
         """Rows of `keys` ([n, 32] uint8, contiguous): [n] int32, -1 where the namespace has no such block."""
+        self._check(namespace)
         rows = np.empty(len(keys), np.int32)
         probe.lookup(self._table, self._records, keys, namespace, rows)
         return rows
@@ -64,6 +66,7 @@ class PageTable:
 
         It stops at the first miss: whatever the number of keys, at most hit + 32 of them are looked at.
         """
+        self._check(namespace)
         rows = np.empty(len(keys), np.int32)
         hit = probe.prefix(self._table, self._records, keys, namespace, rows)
         return hit, rows[:hit]
@@ -78,7 +81,8 @@ class PageTable:
         """
         outcome = np.empty(len(rows), np.int32)
         if not update.insert(self._table, self._records, rows, outcome):
-            raise IndexError(f"rows {rows.min()}..{rows.max()} are not in a block table of {len(self._records)} rows")
+            raise self._no_such_row(rows)
+        self._backing.reached(HEADER_LINES + self._table.item(0, BUCKETS))
         return outcome
 
     def delete(self, rows: Rows) -> int:
@@ -88,8 +92,16 @@ class PageTable:
         """
         deleted = update.delete(self._table, self._records, rows)
         if deleted < 0:
-            raise IndexError(f"rows {rows.min()}..{rows.max()} are not in a block table of {len(self._records)} rows")
+            raise self._no_such_row(rows)
         return deleted
+
+    @staticmethod
+    def _check(namespace: int) -> None:
+        if not 0 <= namespace < NO_NAMESPACE:
+            raise ValueError(f"namespace number is {namespace}; it must be in 0..{NO_NAMESPACE - 1}")
+
+    def _no_such_row(self, rows: Rows) -> IndexError:
+        return IndexError(f"rows {rows.min()}..{rows.max()} are not all in a block table of {len(self._records)} rows")
 
     def bytes_per_block(self) -> float:
         """RAM of the buckets in use per block that is in."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from kvtierd.index.intrinsics import load_u16, load_u64, lowest_bit, match_lanes, prefetch, store_u64
+from kvtierd.index.intrinsics import count_bits, load_u16, load_u64, lowest_bit, match_lanes, prefetch, store_u64
 from kvtierd.index.jit import Word, compiled, helper, subroutine
 from kvtierd.index.layout import (
     BUCKETS,
@@ -20,6 +20,7 @@ from kvtierd.index.layout import (
     CHUNK,
     COUNT,
     DISPLACED,
+    GROWING,
     HASHES_AT,
     MASK,
     NAMESPACES,
@@ -49,10 +50,15 @@ U64 = np.uint64
 INSERTED, NO_PLACE = -1, -2
 """Outcomes of an insertion; any other is the row that already holds the key."""
 
-LOAD_FULL, LOAD_OF = 19, 20
-"""The table grows when more than 19 of 20 slots are taken."""
-SPLITS_PER_INSERT = 4
-"""Most buckets split to make room for one key; normally it is one for every eight keys."""
+LOAD_OF = 20
+LOAD_FULL = 19
+"""Growth begins when more than 19 of 20 slots are taken..."""
+LOAD_EASY = 17
+"""...and goes on until 17 of 20 are: constant growth at the brim would displace three times as many entries."""
+SPLITS_TO_GROW = 2
+"""Buckets split with each key inserted while the table grows."""
+SPLITS_MAX = 4
+"""Most buckets split for one key, when it finds no place otherwise."""
 
 ROOTS = 2
 """The first nodes of a search: the two buckets that the key may lie in."""
@@ -174,19 +180,42 @@ def _split(table: Words, records: Words) -> None:
 
 
 @helper
-def _may_grow(table: Words) -> bool:
-    return bool(table[0, BUCKETS] < table[0, BUCKETS_MAX])
+def _over(table: Words, share: int) -> bool:
+    """Whether more than `share` of LOAD_OF slots would be taken with one more entry."""
+    return bool((table[0, COUNT] + U64(1)) * U64(LOAD_OF) > table[0, BUCKETS] * U64(SLOTS * share))
+
+
+@subroutine
+def _split_some(table: Words, records: Words, wanted: Word) -> Word:
+    """Split up to `wanted` buckets; returns how many before the table has its full size."""
+    room = np.int64(table[0, BUCKETS_MAX] - table[0, BUCKETS])
+    count = min(wanted, room)
+    for _ in range(count):
+        _split(table, records)
+    return count
+
+
+@helper
+def _grow(table: Words, records: Words) -> None:
+    """Do one key's share of the growth that is due."""
+    if _over(table, LOAD_FULL):
+        table[0, GROWING] = U64(1)
+    if table[0, GROWING]:
+        split = _split_some(table, records, SPLITS_TO_GROW)
+        if split < SPLITS_TO_GROW or not _over(table, LOAD_EASY):
+            table[0, GROWING] = U64(0)
 
 
 @helper
 def _settle(table: Words, records: Words, hashed: Word, namespace: Word, row: Word) -> bool:
     """Put an entry into one of its buckets, displacing others where both are full."""
     first, second = buckets_of(hashed, table[0, BUCKETS], table[0, MASK])
-    if _place(table, first, hashed, namespace, row) or _place(table, second, hashed, namespace, row):
-        return True
-    if not _displace(table, records, first, second):
+    if not (free_slots(table, first) | free_slots(table, second)) and not _displace(table, records, first, second):
         return False
-    return bool(_place(table, first, hashed, namespace, row) or _place(table, second, hashed, namespace, row))
+    # The emptier bucket, which leaves fewer buckets full and halves the displacements at 95% load.
+    if count_bits(free_slots(table, second)) > count_bits(free_slots(table, first)):
+        first = second
+    return bool(_place(table, first, hashed, namespace, row))
 
 
 @subroutine
@@ -195,19 +224,18 @@ def _insert_one(table: Words, records: Words, hashed: Word, row: Word) -> Word:
     known = find(table, records, records, U64(row) << _LINE_SHIFT, hashed, namespace)
     if known >= 0:
         return np.int32(known)
-    splits = 0
-    if (table[0, COUNT] + U64(1)) * U64(LOAD_OF) > table[0, BUCKETS] * U64(SLOTS * LOAD_FULL) and _may_grow(table):
-        _split(table, records)
-        splits += 1
-    while not _settle(table, records, hashed, namespace, row):
-        if _place(table, U64(STASH_AT), hashed, namespace, row):
-            table[0, STASHED] += U64(1)
-            break
-        if splits == SPLITS_PER_INSERT or not _may_grow(table):
-            table[1, REFUSED] += U64(1)
-            return np.int32(NO_PLACE)
-        _split(table, records)
-        splits += 1
+    _grow(table, records)
+    settled = _settle(table, records, hashed, namespace, row)
+    if not settled and table[0, STASHED] == U64(SLOTS):
+        # Splits may relieve the stash or the buckets; bounded, because they cannot tell equal hashes apart.
+        _split_some(table, records, SPLITS_MAX)
+        settled = _settle(table, records, hashed, namespace, row)
+    if not settled and _place(table, U64(STASH_AT), hashed, namespace, row):
+        table[0, STASHED] += U64(1)
+        settled = True
+    if not settled:
+        table[1, REFUSED] += U64(1)
+        return np.int32(NO_PLACE)
     table[0, COUNT] += U64(1)
     return np.int32(INSERTED)
 
