@@ -41,7 +41,7 @@ def rows(options: Options) -> Iterator[Row]:
         _start(Path(folder), "warm-up")
         for number in range(options.rounds(5, 3)):
             starts.append(_start(Path(folder), str(number)))
-            imports.append(timed(_import_libraries))
+            imports.append(timed(import_libraries))
     seconds = statistics.median(start.seconds for start in starts)
     yield make_row("start", "spawn to ready", seconds, "s", goal="<= 2")
     yield make_row("start", "an interpreter that imports the same libraries", statistics.median(imports), "s")
@@ -62,5 +62,6 @@ def _start(folder: Path, name: str) -> _Start:
         daemon.close()
 
 
-def _import_libraries() -> None:
+def import_libraries() -> None:
+    """Start an interpreter, import what the daemon imports, and end."""
     subprocess.run([sys.executable, "-c", LIBRARIES], check=True, timeout=60)

@@ -1,0 +1,176 @@
+"""`kvtierctl bench host`: 2 MiB blocks through the arena in batches of 32, against plain copies of the same bytes.
+
+What is compared: both sides move the same number of bytes per round, block by block, on the same number of threads,
+between a working set of over four times the last-level cache and one batch of private memory that is reused, so that
+neither side lives in a cache that the other misses. Ours asks the daemon first and last and copies between its arena
+and private memory; the reference copies with NumPy between two private mappings. Every page of both is present before
+the clock runs. The daemon has no nvme tier here: write-behind would take the second CPU from one side only.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from kvtierd.bench.copies import Threads, cut, private_memory
+from kvtierd.bench.options import Options, l3_bytes, need_memory
+from kvtierd.bench.rounds import alternate
+from kvtierd.bench.rows import Row, make_row
+from kvtierd.bench.workload import BATCH, BLOCK_BYTES, LARGE, daemon_and_client, expect, namespace, random_keys
+from kvtierd.core.checksum import layer_sums
+from kvtierd.core.keys import Keys
+from kvtierd.core.units import MIB, align_up
+from kvtierd.protocol.client import Client
+from kvtierd.protocol.copying import default_threads
+
+PASSES = 6
+"""Times that one measurement goes over the working set."""
+_PLAIN = "NumPy copies of the same bytes, as many threads"
+
+
+class Reads:
+    """Acquire, copy out, release."""
+
+    def __init__(self, client: Client, batches: list[Keys], source: np.ndarray) -> None:
+        self._client, self._batches = client, batches
+        self._handle = client.register(namespace(LARGE))
+        self._out = private_memory(BATCH * BLOCK_BYTES, seed=3).reshape(BATCH, BLOCK_BYTES)
+        for keys in batches:
+            expect("stored", client.store(self._handle, keys, source).stored, BATCH)
+
+    def rate(self, *, verify: bool) -> float:
+        """Bytes a second."""
+        begin = time.perf_counter()
+        for keys in self._batches * PASSES:
+            with self._client.acquire(self._handle, keys) as lease:
+                expect("copied out", lease.copy_to(self._out, verify=verify), BATCH)
+        return _bytes_of(self._batches) / (time.perf_counter() - begin)
+
+
+class Writes:
+    """Reserve, write in place, commit; what a pass stored is purged before the next, while the clock stands."""
+
+    def __init__(self, client: Client, batches: list[Keys], source: np.ndarray, threads: Threads) -> None:
+        self._client, self._batches, self._source, self._threads = client, batches, source, threads
+        self._handle = client.register(namespace(LARGE))
+        self._sums = np.array([layer_sums(block, LARGE) for block in source])
+
+    def rate(self, store: Callable[[Keys], int]) -> float:
+        """Bytes a second of a way to store a batch."""
+        seconds = 0.0
+        for _ in range(PASSES):
+            self._client.purge(self._handle)
+            begin = time.perf_counter()
+            for keys in self._batches:
+                expect("committed", store(keys), BATCH)
+            seconds += time.perf_counter() - begin
+        return _bytes_of(self._batches) / seconds
+
+    def with_known_sums(self, keys: Keys) -> int:
+        """The writer brings the sums: nothing is hashed."""
+        with self._client.reserve(self._handle, keys) as reservation:
+            self._write(reservation.views)
+            return reservation.commit(sums=self._sums)
+
+    def in_place(self, keys: Keys) -> int:
+        """The writer fills the slots as it likes, and `commit` hashes them."""
+        with self._client.reserve(self._handle, keys) as reservation:
+            self._write(reservation.views)
+            return reservation.commit()
+
+    def stored(self, keys: Keys) -> int:
+        """The client copies and hashes piece by piece."""
+        return self._client.store(self._handle, keys, self._source).stored
+
+    def _write(self, views: list[np.ndarray | None]) -> None:
+        slots = [view for view in views if view is not None]
+        expect("granted", len(slots), BATCH)
+        self._threads.copy(list(self._source), slots)
+
+
+class PlainCopies:
+    """The reference: a working set of private memory, and one batch of it that is reused."""
+
+    def __init__(self, count: int, threads: Threads) -> None:
+        self._set = [
+            cut(private_memory(BATCH * BLOCK_BYTES, seed), BLOCK_BYTES) for seed in range(10, 10 + count // BATCH)
+        ]
+        self._batch = cut(private_memory(BATCH * BLOCK_BYTES, seed=4), BLOCK_BYTES)
+        self._threads = threads
+
+    def read_rate(self) -> float:
+        """Bytes a second from the working set into the batch."""
+        return self._rate(lambda blocks: self._threads.copy(blocks, self._batch))
+
+    def write_rate(self) -> float:
+        """Bytes a second from the batch into the working set."""
+        return self._rate(lambda blocks: self._threads.copy(self._batch, blocks))
+
+    def _rate(self, copy: Callable[[list[np.ndarray]], None]) -> float:
+        begin = time.perf_counter()
+        for blocks in self._set * PASSES:
+            copy(blocks)
+        return _bytes_of(self._set) / (time.perf_counter() - begin)
+
+
+def rows(options: Options) -> Iterator[Row]:
+    """Measure reads, then writes."""
+    count = working_set_blocks()
+    # Both sides have a working set; the arena keeps a tenth free, so that nothing is evicted.
+    capacity = align_up(int(count * BLOCK_BYTES / 0.9), 64 * MIB) + 64 * MIB
+    need_memory(2 * capacity + 8 * BATCH * BLOCK_BYTES)
+    rounds = options.rounds(11, 5)
+    threads = Threads(default_threads())
+    settings = {"nvme__directory": "", "gpu__capacity": 0, "host__capacity": capacity}
+    batches = [random_keys(BATCH, seed) for seed in range(count // BATCH)]
+    source = private_memory(BATCH * BLOCK_BYTES, seed=1).reshape(BATCH, BLOCK_BYTES)
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="kvtierd-bench-", dir=options.directory) as folder,
+            daemon_and_client(Path(folder), threads.count, **settings) as (_, client),
+        ):
+            plain = PlainCopies(count, threads)
+            yield from _read_rows(Reads(client, batches, source), plain, rounds)
+            yield from _write_rows(Writes(client, batches, source, threads), plain, rounds)
+    finally:
+        threads.close()
+
+
+def _read_rows(reads: Reads, plain: PlainCopies, rounds: int) -> Iterator[Row]:
+    bare, checked, reference = alternate(
+        [lambda: reads.rate(verify=False), lambda: reads.rate(verify=True), plain.read_rate], rounds
+    )
+    yield _row("acquire, copy out, release, no checksum", bare, reference, ">= 0.85")
+    yield _row("acquire, copy out, release", checked, reference, ">= 0.4")
+
+
+def _write_rows(writes: Writes, plain: PlainCopies, rounds: int) -> Iterator[Row]:
+    known, in_place, stored, reference = alternate(
+        [
+            lambda: writes.rate(writes.with_known_sums),
+            lambda: writes.rate(writes.in_place),
+            lambda: writes.rate(writes.stored),
+            plain.write_rate,
+        ],
+        rounds,
+    )
+    yield _row("reserve, write in place, commit, no checksum", known, reference, ">= 0.8")
+    yield _row("reserve, write in place, commit", in_place, reference, ">= 0.4")
+    yield _row("store", stored, reference, ">= 0.4")
+
+
+def _row(metric: str, value: float, reference: float, goal: str) -> Row:
+    return make_row("host", metric, value / 1e9, "GB/s", reference=reference / 1e9, reference_name=_PLAIN, goal=goal)
+
+
+def working_set_blocks() -> int:
+    """Whole batches of blocks that are more than four times the last-level cache."""
+    return align_up(4 * l3_bytes() // BLOCK_BYTES + 1, BATCH)
+
+
+def _bytes_of(batches: list[Keys] | list[list[np.ndarray]]) -> int:
+    return len(batches) * BATCH * BLOCK_BYTES * PASSES
