@@ -86,7 +86,10 @@ class Recovered:
 class BlockStore(Protocol):
     """An nvme tier: append-only, checksummed, recovering."""
 
-    mode: IoMode
+    @property
+    def mode(self) -> IoMode:
+        """How bytes reach the disk; as probed once the store is open."""
+        ...
 
     async def open(self) -> Recovered:
         """Lock the directory, recover, be ready. Raises StartupError (74 I/O, 75 locked) with one clear line."""

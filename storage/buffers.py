@@ -1,0 +1,40 @@
+"""Page-aligned memory for headers and for sources that are not aligned; made once per I/O thread."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+
+from kvtierd.core.checksum import Bytes
+from kvtierd.core.units import MIB, PAGE_BYTES
+
+
+def page_buffer(size: int) -> Bytes:
+    """Page-aligned, zeroed memory of its own, [size] uint8; freed with the last view of it."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, np.uint8)
+
+
+def is_aligned(buffer: Bytes, alignment: int) -> bool:
+    """Whether O_DIRECT takes this memory as it is."""
+    return buffer.ctypes.data % alignment == 0 and buffer.size % alignment == 0 and buffer.flags.c_contiguous
+
+
+class Scratch:
+    """What one I/O thread works with: `headers` for record headers, `bounce` for bytes that are not aligned.
+
+    Pages are taken from the system when first touched, so a thread that only moves aligned blocks costs a few of them.
+    """
+
+    __slots__ = ("bounce", "headers")
+
+    HEADERS_BYTES = MIB
+    BOUNCE_BYTES = MIB
+
+    def __init__(self) -> None:
+        self.headers = page_buffer(self.HEADERS_BYTES)
+        self.bounce = page_buffer(self.BOUNCE_BYTES)
+
+
+assert Scratch.BOUNCE_BYTES % PAGE_BYTES == 0

@@ -1,0 +1,140 @@
+"""One read request: extents that lie side by side, fetched with one call and verified just after by an I/O thread."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from kvtierd.core.checksum import Bytes, block_sum, layer_sums
+from kvtierd.core.errors import CorruptionError, StorageError
+from kvtierd.storage.buffers import Scratch
+from kvtierd.storage.interface import ReadItem
+from kvtierd.storage.io import read_exact
+from kvtierd.storage.layout import block_header_bytes
+from kvtierd.storage.record import Kind, Life, RecordHeader, decode, stored_sums
+from kvtierd.storage.segment import Segment
+from kvtierd.storage.writer import RUN_BYTES, RUN_RECORDS
+
+
+@dataclasses.dataclass(slots=True)
+class Fetch:
+    """An item on its way; `error` is why its bytes may not be used."""
+
+    item: ReadItem
+    header_bytes: int
+    error: StorageError | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class ReadRun:
+    """Fetches one behind the other in one segment: one read request."""
+
+    segment: Segment
+    life: Life
+    fetches: list[Fetch] = dataclasses.field(default_factory=list)
+    length: int = 0
+    headers: int = 0
+
+    @property
+    def end(self) -> int:
+        """Offset behind the last fetch."""
+        extent = self.fetches[-1].item.extent
+        return extent.offset + extent.length
+
+    def add(self, fetch: Fetch) -> None:
+        """Take in a fetch that lies behind the last one."""
+        self.fetches.append(fetch)
+        self.length += fetch.item.extent.length
+        self.headers += fetch.header_bytes
+
+    def takes(self, segment: Segment, fetch: Fetch) -> bool:
+        """Whether the request may grow by this extent."""
+        extent = fetch.item.extent
+        return (
+            self.segment is segment
+            and self.end == extent.offset
+            and self.length + extent.length <= RUN_BYTES
+            and len(self.fetches) < RUN_RECORDS
+            and self.headers + fetch.header_bytes <= Scratch.HEADERS_BYTES
+        )
+
+
+def read_run(run: ReadRun, scratch: Scratch) -> None:
+    """Fetch and verify. When a request for several fails, each is tried alone: a bad sector costs one block."""
+    try:
+        headers = _transfer(run, run.fetches, scratch)
+    except OSError as error:
+        if len(run.fetches) == 1:
+            run.fetches[0].error = _read_error(run, run.fetches[0], error)
+            return
+        for fetch in run.fetches:
+            _read_alone(run, fetch, scratch)
+        return
+    for fetch, header in zip(run.fetches, headers, strict=True):
+        fetch.error = _verify(run.life, fetch.item, header)
+
+
+def item_error(item: ReadItem) -> StorageError | None:
+    """Why an item cannot be read at all: its arrays or its extent do not fit its geometry."""
+    geometry = item.geometry
+    if item.out.shape != (geometry.slot_bytes,) or item.out.dtype != np.uint8:
+        return StorageError(f"a block goes into uint8({geometry.slot_bytes},), not {item.out.dtype}{item.out.shape}")
+    if item.sums.shape != (geometry.layers,) or item.sums.dtype != np.uint64:
+        return StorageError(f"layer sums go into uint64({geometry.layers},), not {item.sums.dtype}{item.sums.shape}")
+    length = block_header_bytes(geometry.layers) + geometry.slot_bytes
+    if item.extent.length != length:
+        return StorageError(
+            f"an extent of {item.extent.length} bytes is no block of this geometry, which takes {length}"
+        )
+    return None
+
+
+def _read_alone(run: ReadRun, fetch: Fetch, scratch: Scratch) -> None:
+    try:
+        (header,) = _transfer(run, [fetch], scratch)
+    except OSError as error:
+        fetch.error = _read_error(run, fetch, error)
+    else:
+        fetch.error = _verify(run.life, fetch.item, header)
+
+
+def _transfer(run: ReadRun, fetches: list[Fetch], scratch: Scratch) -> list[Bytes]:
+    buffers: list[Bytes] = []
+    used = 0
+    for fetch in fetches:
+        buffers += (scratch.headers[used : used + fetch.header_bytes], fetch.item.out)
+        used += fetch.header_bytes
+    read_exact(run.segment.file, buffers, fetches[0].item.extent.offset, scratch)
+    return buffers[::2]
+
+
+def _read_error(run: ReadRun, fetch: Fetch, error: OSError) -> StorageError:
+    extent = fetch.item.extent
+    where = f"segment {run.life.segment} at {extent.offset}"
+    return StorageError(f"cannot read {extent.length} bytes of {where}: {error.strerror or error}")
+
+
+def _verify(life: Life, item: ReadItem, view: Bytes) -> StorageError | None:
+    """Check that these are the block's bytes, whole: header, identity, geometry, and every layer against its sum."""
+    where = f"segment {life.segment} at {item.extent.offset}"
+    header = decode(view, life, item.extent.offset)
+    if header is None:
+        return CorruptionError(f"{where}: the header is damaged or of another life of the segment")
+    if (header.kind, header.namespace, header.key) != (Kind.BLOCK, item.namespace, item.key):
+        return CorruptionError(f"{where}: another record than block {item.key.hex()[:16]} lies here")
+    if not _same_shape(header, item):
+        return CorruptionError(f"{where}: block {item.key.hex()[:16]} has another geometry than its namespace")
+    layer_sums(item.out, item.geometry, item.sums)
+    if not np.array_equal(item.sums, stored_sums(view, header)):
+        layer = int(np.flatnonzero(item.sums != stored_sums(view, header))[0])
+        return CorruptionError(f"{where}: the bytes of layer {layer} of block {item.key.hex()[:16]} are damaged")
+    if not block_sum(item.sums) == header.block_sum == item.block_sum:
+        return CorruptionError(f"{where}: block {item.key.hex()[:16]} is not the one that was stored")
+    return None
+
+
+def _same_shape(header: RecordHeader, item: ReadItem) -> bool:
+    shape = item.geometry
+    found = (header.count, header.layer_bytes, header.layer_stride, header.payload_bytes)
+    return found == (shape.layers, shape.layer_bytes, shape.layer_stride, shape.slot_bytes)

@@ -1,0 +1,174 @@
+"""Record headers: encoding, and the checks that make a page of bytes a header (FORMAT.md §4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvtierd.core.checksum import Bytes, Sums
+from kvtierd.core.namespace import Namespace
+from kvtierd.core.units import PAGE_BYTES
+from kvtierd.storage import layout
+from kvtierd.storage.layout import CHECKED_FROM, FORMAT_VERSION, RECORD, RECORD_MAGIC
+
+
+class Kind(enum.IntEnum):
+    """What a record is."""
+
+    BLOCK = 1
+    NAMESPACE = 2
+    TOMBSTONE = 3
+
+
+CODEC_RAW = 0
+
+Kill = tuple[bytes, bytes, int]
+"""Namespace digest, key and sequence number of what a tombstone kills."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Life:
+    """One life of a segment: what every record header of it must name, and the seed of their checksums."""
+
+    segment: int
+    generation: int
+    salt: int
+    size_bytes: int
+
+    @property
+    def seed(self) -> int:
+        """Seed of the record checksums."""
+        return self.generation ^ self.salt
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """The fields of a header that vary; position and generation come from where it lies."""
+
+    kind: Kind
+    offset: int
+    sequence: int
+    header_bytes: int
+    payload_bytes: int = 0
+    count: int = 0
+    namespace: bytes = layout.DIGEST_ZERO
+    key: bytes = layout.DIGEST_ZERO
+    block_sum: int = 0
+    layer_bytes: int = 0
+    layer_stride: int = 0
+
+    @property
+    def length(self) -> int:
+        """Bytes of header and payload."""
+        return self.header_bytes + self.payload_bytes
+
+    @property
+    def body_bytes(self) -> int:
+        """Bytes of the body that follows the fixed part."""
+        if self.kind is Kind.BLOCK:
+            return 8 * self.count
+        return self.count if self.kind is Kind.NAMESPACE else layout.KILL_DTYPE.itemsize * self.count
+
+
+def encode(header: RecordHeader, body: Bytes, life: Life, target: Bytes) -> None:
+    """Write a header into `target` ([header_bytes] uint8), checksum last; what the body leaves is zeroed."""
+    end = RECORD.size + body.size
+    fields = (
+        FORMAT_VERSION,
+        header.kind,
+        CODEC_RAW,
+        header.header_bytes,
+        header.payload_bytes,
+        header.sequence,
+        life.generation,
+        life.segment,
+        header.count,
+        header.offset,
+        header.namespace,
+        header.key,
+        header.block_sum,
+        header.layer_bytes,
+        header.layer_stride,
+    )
+    RECORD.pack_into(target.data, 0, RECORD_MAGIC, 0, *fields)
+    target[RECORD.size : end] = body
+    target[end:] = 0
+    checksum = xxhash.xxh3_64_intdigest(target[CHECKED_FROM:].data, life.seed)
+    target[8:16] = np.frombuffer(checksum.to_bytes(8, "little"), np.uint8)
+
+
+def claimed_header_bytes(page: Bytes, life: Life, offset: int) -> int:
+    """How long a header at the start of `page` says it is, 0 if it is none of this life or cannot be that long.
+
+    Nothing is verified yet: it says how much to read for `decode`.
+    """
+    magic, _, version, _, _, size, _, _, generation, *_ = RECORD.unpack_from(page.data)
+    if magic != RECORD_MAGIC or version != FORMAT_VERSION or generation != life.generation:
+        return 0
+    aligned = size % PAGE_BYTES == 0 and PAGE_BYTES <= size <= layout.MAX_HEADER_BYTES
+    return size if aligned and offset + size <= life.size_bytes else 0
+
+
+def decode(view: Bytes, life: Life, offset: int) -> RecordHeader | None:
+    """Read the header that starts `view`; None unless it is valid for this place (FORMAT.md §6.2)."""
+    size = claimed_header_bytes(view, life, offset)
+    if size == 0 or size > view.size:
+        return None
+    values = RECORD.unpack_from(view.data)
+    _, checksum, _, kind, codec, _, payload, sequence, _, segment, count, at, digest, key, total, layer, stride = values
+    if xxhash.xxh3_64_intdigest(view[CHECKED_FROM:size].data, life.seed) != checksum:
+        return None
+    if segment != life.segment or at != offset or codec != CODEC_RAW or kind not in Kind._value2member_map_:
+        return None
+    header = RecordHeader(Kind(kind), offset, sequence, size, payload, count, digest, key, total, layer, stride)
+    return header if _consistent(header, life) else None
+
+
+def _consistent(header: RecordHeader, life: Life) -> bool:
+    """Whether the sizes agree with each other; a checksum does not protect against a writer's bug."""
+    if header.header_bytes != layout.header_bytes(header.body_bytes):
+        return False
+    if header.offset + header.length > life.size_bytes:
+        return False
+    payload = header.count * header.layer_stride if header.kind is Kind.BLOCK else 0
+    return header.payload_bytes == payload and payload % PAGE_BYTES == 0
+
+
+def body_of(view: Bytes, header: RecordHeader) -> Bytes:
+    """The body of a decoded header, as a view."""
+    return view[RECORD.size : RECORD.size + header.body_bytes]
+
+
+def stored_sums(view: Bytes, header: RecordHeader) -> Sums:
+    """Layer sums of a BLOCK header, [layers] u64, as a view."""
+    return body_of(view, header).view("<u8")
+
+
+def namespace_body(namespace: Namespace) -> Bytes:
+    """Encode a namespace for its record."""
+    return np.frombuffer(msgspec.msgpack.encode(namespace), np.uint8)
+
+
+def stored_namespace(view: Bytes, header: RecordHeader) -> Namespace | None:
+    """The namespace of a NAMESPACE header; None when it is not one, or not the one that the digest names."""
+    try:
+        namespace = msgspec.msgpack.decode(body_of(view, header).tobytes(), type=Namespace)
+    except (msgspec.DecodeError, ValueError):
+        return None
+    return namespace if namespace.digest() == header.namespace else None
+
+
+def kill_body(kills: Sequence[Kill]) -> Bytes:
+    """Encode (namespace digest, key, sequence) entries for a tombstone."""
+    return np.frombuffer(b"".join(n + k + s.to_bytes(8, "little") for n, k, s in kills), np.uint8)
+
+
+def stored_kills(view: Bytes, header: RecordHeader) -> npt.NDArray[np.void]:
+    """The entries of a TOMBSTONE header, KILL_DTYPE, as a copy."""
+    return body_of(view, header).view(layout.KILL_DTYPE).copy()

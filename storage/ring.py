@@ -1,0 +1,224 @@
+"""The segments in the order they were filled: the newest is written, the oldest is recycled (FORMAT.md §3)."""
+
+from __future__ import annotations
+
+import errno
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from kvtierd.core.errors import StorageError
+from kvtierd.core.units import PAGE_BYTES, format_bytes
+from kvtierd.storage.buffers import Scratch
+from kvtierd.storage.interface import Extent
+from kvtierd.storage.io import SegmentFile, StorageIo, write_exact
+from kvtierd.storage.layout import segment_name
+from kvtierd.storage.pool import IoPool
+from kvtierd.storage.record import Life
+from kvtierd.storage.segment import NO_TAG, Segment, encode_header
+from kvtierd.storage.space import Plan
+
+T = TypeVar("T")
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+Reclaimed = Callable[[list[tuple[int, Extent]]], None]
+
+
+class Sequences:
+    """Store-wide sequence numbers; generations are drawn from them too."""
+
+    def __init__(self, first: int) -> None:
+        self._next = first
+
+    def take(self) -> int:
+        """The next number, never given before in this store."""
+        self._next += 1
+        return self._next - 1
+
+
+class Ring:
+    """Owns the segments. Only `advance` and `shrink` change the order, one call at a time (the appender's lock)."""
+
+    def __init__(self, directory: Path, io: StorageIo, pool: IoPool, plan: Plan, uuid: bytes) -> None:
+        self._directory = directory
+        self._io = io
+        self._pool = pool
+        self.plan = plan
+        self._uuid = uuid
+        self._segments: dict[int, Segment] = {}
+        self._sealed: deque[Segment] = deque()
+        self._free: list[Segment] = []
+        self.active: Segment | None = None
+        self.sequences = Sequences(1)
+        self.tell: Reclaimed = lambda _: None
+        self.sealed: Callable[[], None] = lambda: None
+        self.reclaimed_segments = 0
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._segments.values())
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def get(self, number: int) -> Segment | None:
+        """A segment that holds records, by its id."""
+        segment = self._segments.get(number)
+        return segment if segment is not None and segment.life is not None else None
+
+    def add(self, segment: Segment) -> None:
+        """Take in a segment found at start: those with records oldest first, those without in any order."""
+        self._segments[segment.number] = segment
+        if segment.life is None:
+            self._free.append(segment)
+        else:
+            self._sealed.append(segment)
+
+    def resume(self, head: int) -> None:
+        """Go on writing in the newest segment, from `head`."""
+        self.active = self._sealed.pop()
+        self.active.head = head
+
+    def used_bytes(self) -> int:
+        """What the store takes on the disk, everything counted."""
+        return self.plan.footprint(sum(segment.size_bytes for segment in self), len(self._segments))
+
+    @property
+    def largest_record(self) -> int:
+        """Bytes that the records of one segment can have."""
+        return self.plan.segment_bytes - PAGE_BYTES
+
+    def seal(self) -> None:
+        """Write no more into the active segment; `sealed` is called."""
+        if self.active is not None:
+            self._sealed.append(self.active)
+            self.active = None
+            self.sealed()
+
+    async def advance(self) -> Segment:
+        """Seal the active segment and start another: a free one, a new one, or else the oldest.
+
+        Raises StorageError when there is none; what is stored then stays as it is.
+        """
+        self.seal()
+        while True:
+            segment = await self._usable_free() or await self._create()
+            if segment is not None:
+                await self._begin(segment)
+                self.active = segment
+                return segment
+            await self._reclaim_oldest()
+
+    async def shrink(self) -> int:
+        """At start: remove free and then the oldest segments until the capacity holds; returns how many went."""
+        removed = 0
+        while self.used_bytes() > self.plan.capacity_bytes and self._segments:
+            await self._remove(self._free.pop() if self._free else self._sealed.popleft())
+            removed += 1
+        return removed
+
+    async def _usable_free(self) -> Segment | None:
+        while self._free:
+            segment = self._free.pop()
+            if segment.size_bytes == self.plan.segment_bytes:
+                return segment
+            await self._remove(segment)
+        return None
+
+    async def _create(self) -> Segment | None:
+        size = self.plan.segment_bytes
+        grown = self.plan.footprint(sum(segment.size_bytes for segment in self) + size, len(self._segments) + 1)
+        if grown > self.plan.capacity_bytes:
+            return None
+        number = next(n for n in range(len(self._segments) + 1) if n not in self._segments)
+        path = self._directory / segment_name(number)
+        try:
+            file = await self._do(lambda: self._allocate(path, size))
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                return None
+            raise StorageError(f"cannot make {path}: {error.strerror or error}") from error
+        segment = Segment(number, path, file, size)
+        self._segments[number] = segment
+        return segment
+
+    def _allocate(self, path: Path, size: int) -> SegmentFile:
+        if self._io.space(self._directory).free_bytes < size + self.plan.reserve_bytes:
+            raise OSError(errno.ENOSPC, "the reserve of free space would be touched")
+        file = self._io.create(path, size)
+        try:
+            self._io.sync_directory(self._directory)
+        except OSError:
+            file.close()
+            self._io.remove(path)
+            raise
+        return file
+
+    async def _begin(self, segment: Segment) -> None:
+        """Give a segment a new life: its header is on stable storage before any record is written."""
+        life = Life(segment.number, self.sequences.take(), secrets.randbits(64), segment.size_bytes)
+        segment.clear()
+        try:
+            await self._pool.submit(lambda scratch: self._write_header(segment, life, scratch), urgent=True)
+        except OSError as error:
+            self._free.append(segment)
+            raise StorageError(f"cannot write the header of {segment.path}: {error.strerror or error}") from error
+        segment.life = life
+
+    def _write_header(self, segment: Segment, life: Life, scratch: Scratch) -> None:
+        page = scratch.headers[:PAGE_BYTES]
+        encode_header(life, self._uuid, page)
+        write_exact(segment.file, [page], 0, scratch)
+        segment.file.sync()
+
+    async def _reclaim_oldest(self) -> None:
+        """Announce the oldest segment's extents, wait for requests on it, and free it."""
+        if not self._sealed:
+            free = self._io.space(self._directory).free_bytes
+            raise StorageError(f"no room in {self._directory}: {format_bytes(free)} free, and no segment to recycle")
+        segment = self._sealed[0]
+        await self._check_writable(segment)
+        self._sealed.popleft()
+        self._announce(segment)
+        await segment.idle()
+        segment.clear()
+        self._free.append(segment)
+        self.reclaimed_segments += 1
+
+    async def _check_writable(self, segment: Segment) -> None:
+        """Write the header that is there once more: a disk that takes no writes must not cost us what can be read."""
+        life = segment.life
+        assert life is not None
+        try:
+            await self._pool.submit(lambda scratch: self._write_header(segment, life, scratch), urgent=True)
+        except OSError as error:
+            raise StorageError(f"cannot recycle {segment.path}: {error.strerror or error}") from error
+
+    def _announce(self, segment: Segment) -> None:
+        rows = segment.rows
+        live = list(rows.live())
+        told = [(rows.tags[row], segment.extent(row)) for row in live if rows.tags[row] != NO_TAG]
+        segment.retiring = True
+        for row in live:
+            segment.set_dead(row)
+        if told:
+            self.tell(told)
+
+    async def _remove(self, segment: Segment) -> None:
+        segment.clear()
+        try:
+            await self._do(lambda: self._unlink(segment.path))
+        except OSError as error:
+            self._free.append(segment)
+            raise StorageError(f"cannot remove {segment.path}: {error.strerror or error}") from error
+        segment.file.close()
+        del self._segments[segment.number]
+
+    def _unlink(self, path: Path) -> None:
+        self._io.remove(path)
+        self._io.sync_directory(self._directory)
+
+    async def _do(self, call: Callable[[], T]) -> T:
+        return await self._pool.submit(lambda _: call(), urgent=True)

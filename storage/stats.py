@@ -1,0 +1,55 @@
+"""What the store tells about itself: one row per statistic."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvtierd.storage.interface import IoMode
+from kvtierd.storage.ring import Ring
+
+COUNTERS = {
+    "written_blocks": "blocks written",
+    "written_bytes": "bytes of records written: blocks, namespaces, tombstones",
+    "write_ns": "nanoseconds that callers waited for batches of writes",
+    "read_blocks": "blocks read and verified",
+    "read_bytes": "bytes of extents read and verified",
+    "read_ns": "nanoseconds that callers waited for batches of reads",
+    "failed_writes": "blocks that were not stored: bad source, I/O error, no room",
+    "failed_reads": "reads that the disk refused or whose extent was gone",
+    "corrupt_reads": "reads whose bytes were not what was stored",
+    "deleted_blocks": "blocks deleted",
+    "dropped_records": "torn or damaged records and segments found at start",
+    "syncs": "rounds of making everything durable",
+    "failed_syncs": "segments whose sync failed",
+    "lost_in_sync": "blocks forgotten because a sync failed",
+}
+"""Counters since the store was opened."""
+
+GAUGES = {
+    "capacity_bytes": "most that the store takes on disk, everything counted",
+    "used_bytes": "what it takes now",
+    "live_bytes": "bytes of extents that can be read",
+    "live_extents": "blocks that can be read",
+    "segments": "segments on disk",
+    "segment_bytes": "size of new segments",
+    "reclaimed_segments": "segments recycled since the store was opened",
+    "owed_tombstones": "kills that wait for a disk that takes them",
+    "mode": "how bytes reach the disk",
+}
+"""States at the time of asking; `mode` is a text."""
+
+
+def collect(counters: Counter[str], ring: Ring, owed: int, mode: IoMode) -> dict[str, int | str]:
+    """All statistics by name."""
+    return {
+        **{name: counters[name] for name in COUNTERS},
+        "capacity_bytes": ring.plan.capacity_bytes,
+        "used_bytes": ring.used_bytes(),
+        "live_bytes": sum(segment.live_bytes for segment in ring),
+        "live_extents": sum(segment.live_count for segment in ring),
+        "segments": len(ring),
+        "segment_bytes": ring.plan.segment_bytes,
+        "reclaimed_segments": ring.reclaimed_segments,
+        "owed_tombstones": owed,
+        "mode": str(mode),
+    }

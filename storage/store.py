@@ -1,0 +1,211 @@
+"""The nvme tier as the tiers see it: SegmentStore implements interface.BlockStore.
+
+Everything the store knows is changed on the caller's loop; the I/O threads get requests and give back outcomes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.config.schema import Nvme
+from kvtierd.core.clock import Clock
+from kvtierd.core.errors import ExitCode, StartupError, StorageError
+from kvtierd.core.namespace import Namespace
+from kvtierd.storage import superblock
+from kvtierd.storage.directory import DirectoryLock, prepare
+from kvtierd.storage.flusher import Flusher
+from kvtierd.storage.interface import Extent, IoMode, ReadItem, Recovered, WriteItem
+from kvtierd.storage.io import StorageIo
+from kvtierd.storage.io_posix import PosixIo
+from kvtierd.storage.opening import open_store
+from kvtierd.storage.pool import IoPool
+from kvtierd.storage.read_path import ReadPath
+from kvtierd.storage.ring import Reclaimed, Ring
+from kvtierd.storage.stats import collect
+from kvtierd.storage.syncer import Syncer
+from kvtierd.storage.uninterrupted import uninterrupted
+from kvtierd.storage.write_path import WritePath
+
+
+class SegmentStore:
+    """Append-only segments in one directory; the directory is locked while the store is open.
+
+    `io` is PosixIo in the mode of the settings unless a test injects another. Batches are not interrupted: a caller
+    that is cancelled in `read` or `write` gets its CancelledError when the requests that use its buffers are done.
+    """
+
+    def __init__(self, settings: Nvme, *, clock: Clock, io: StorageIo | None = None) -> None:
+        self._settings = settings
+        self._directory = Path(settings.directory)
+        self._clock = clock
+        self._io: StorageIo = io if io is not None else PosixIo(settings.mode)
+        self._lock = DirectoryLock(self._directory)
+        self._namespaces: dict[bytes, Namespace] = {}
+        self._counters: Counter[str] = Counter()
+        self._tell: Reclaimed = lambda _: None
+        self._live: _Live | None = None
+
+    @property
+    def mode(self) -> IoMode:
+        """How bytes reach the disk; as probed once the store is open."""
+        return self._io.mode
+
+    async def open(self) -> Recovered:
+        """Lock the directory, probe, recover. Raises StartupError: 74 I/O, 75 locked, 78 settings."""
+        if self._live is not None:
+            raise RuntimeError("the store is open already")
+        if self._settings.io_threads < 1:
+            raise StartupError(ExitCode.CONFIG, f"nvme.io_threads is {self._settings.io_threads}; at least 1 is wanted")
+        prepare(self._directory)
+        try:
+            await superblock.load(self._directory)  # a newer format is refused before anything is touched
+            self._lock.acquire()
+            self._io.probe(self._directory)
+            return await self._start()
+        except (OSError, StorageError) as error:
+            self._lock.release()
+            cause = error.strerror if isinstance(error, OSError) else None
+            raise StartupError(ExitCode.IO, f"cannot use {self._directory}: {cause or error}") from error
+        except BaseException:
+            self._lock.release()
+            raise
+
+    async def _start(self) -> Recovered:
+        pool = IoPool(self._settings.io_threads)
+        try:
+            ring, recovered = await open_store(self._settings, self._directory, self._io, pool)
+        except BaseException:
+            await asyncio.to_thread(pool.close)
+            raise
+        self._namespaces.update(recovered.namespaces)
+        self._counters["dropped_records"] = recovered.dropped
+        recovered.notes[:0] = self._io.notes
+        self._live = _Live(ring, pool, self._namespaces, self._counters, self._announce)
+        return recovered
+
+    def adopt(self, extents: Sequence[Extent], tags: npt.NDArray[np.int64]) -> None:
+        """Set the caller's numbers of recovered extents; one that is gone meanwhile is passed over."""
+        ring = self._opened().ring
+        for extent, tag in zip(extents, tags.tolist(), strict=True):
+            segment = ring.get(extent.segment)
+            if segment is not None and (row := segment.rows.find(extent)) >= 0:
+                segment.rows.tags[row] = tag
+
+    def on_reclaim(self, callback: Reclaimed) -> None:
+        """Set who is told of extents that are about to be recycled, or that a failed sync put in doubt.
+
+        A batch that is still being written is not announced: its items are errors. A caller that has not taken up the
+        extents of a finished write yet may be told of them; a later read of them is an error.
+        """
+        self._tell = callback
+
+    def register(self, digest: bytes, namespace: Namespace) -> None:
+        """Make a namespace known. Raises ValueError when the digest is not the namespace's."""
+        if namespace.digest() != digest:
+            raise ValueError(f"{digest.hex()[:16]} is not the digest of namespace {namespace.model!r}")
+        self._namespaces[digest] = namespace
+
+    async def write(self, items: Sequence[WriteItem]) -> list[Extent | StorageError]:
+        """Store blocks; see BlockStore.write."""
+        live = self._live
+        if live is None:
+            return [StorageError("the store is closed") for _ in items]
+        begun_ns = self._clock.now_ns()
+        extents = await uninterrupted(live.writes.write(items))
+        self._counters["write_ns"] += self._clock.now_ns() - begun_ns
+        return extents
+
+    async def read(self, items: Sequence[ReadItem]) -> list[StorageError | None]:
+        """Fetch blocks; see BlockStore.read. A CorruptionError leaves the extent in place: delete it."""
+        live = self._live
+        if live is None:
+            return [StorageError("the store is closed") for _ in items]
+        begun_ns = self._clock.now_ns()
+        errors = await uninterrupted(live.reads.read(items))
+        self._counters["read_ns"] += self._clock.now_ns() - begun_ns
+        return errors
+
+    async def delete(self, items: Sequence[tuple[bytes, bytes, Extent]]) -> None:
+        """Append tombstones; durable after the next flush. Extents that hold another block by now are passed over.
+
+        Raises StorageError when the disk does not take them: the blocks are dead all the same, and their tombstones
+        are tried again with every write, delete and flush.
+        """
+        await uninterrupted(self._opened().writes.delete(items))
+
+    async def flush(self) -> None:
+        """Return when everything written or deleted before the call is on stable storage. Raises StorageError.
+
+        After a failed sync the blocks it covered are forgotten and announced: what the system kept of them is unknown.
+        """
+        await self._opened().flusher.flush()
+
+    async def close(self) -> None:
+        """Flush and let go of the directory, also when the flush fails; that is raised at the end."""
+        live, self._live = self._live, None
+        if live is None:
+            return
+        try:
+            await uninterrupted(live.end())
+        finally:
+            self._lock.release()
+
+    def stats(self) -> dict[str, int | str]:
+        """Statistics by name; see kvtierd.storage.stats."""
+        live = self._opened()
+        return collect(self._counters, live.ring, live.writes.owed, self.mode)
+
+    def _announce(self, told: list[tuple[int, Extent]]) -> None:
+        self._tell(told)
+
+    def _opened(self) -> _Live:
+        if self._live is None:
+            raise StorageError("the store is closed")
+        return self._live
+
+
+class _Live:
+    """The parts of an open store, put together."""
+
+    def __init__(
+        self, ring: Ring, pool: IoPool, namespaces: dict[bytes, Namespace], counters: Counter[str], tell: Reclaimed
+    ) -> None:
+        self.ring = ring
+        self.pool = pool
+        self.writes = WritePath(ring, pool, namespaces, counters)
+        self.reads = ReadPath(ring, pool, counters)
+        self.flusher = Flusher(Syncer(ring, pool, self.writes, counters, tell).sync)
+        self._background: set[asyncio.Task[None]] = set()
+        ring.tell = tell
+        ring.sealed = self._sync_soon
+
+    def _sync_soon(self) -> None:
+        """A full segment is synced in the background, so that no flush has more than a few segments to do."""
+        task = asyncio.create_task(self._sync_quietly())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _sync_quietly(self) -> None:
+        # What a failed sync means has been entered and counted by the syncer; nobody waits for this round.
+        with contextlib.suppress(StorageError):
+            await self.flusher.flush()
+
+    async def end(self) -> None:
+        """Flush, wait for what is in flight, close the files."""
+        try:
+            await self.flusher.flush()
+        finally:
+            if self._background:
+                await asyncio.wait(self._background)
+            for segment in list(self.ring):
+                await segment.idle()
+            await asyncio.to_thread(self.pool.close)
+            for segment in self.ring:
+                segment.file.close()

@@ -1,0 +1,60 @@
+"""One round of making everything durable: what is owed, then a sync of every segment written since the last round."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from kvtierd.core.errors import StorageError
+from kvtierd.storage.interface import Extent
+from kvtierd.storage.pool import IoPool
+from kvtierd.storage.ring import Ring
+from kvtierd.storage.segment import NO_TAG, Segment
+from kvtierd.storage.write_path import WritePath
+
+
+class Syncer:
+    """Syncs data files; names and headers were synced when they were made, the superblock at the opening.
+
+    `tell` announces blocks that a failed sync put in doubt.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        pool: IoPool,
+        writes: WritePath,
+        counters: Counter[str],
+        tell: Callable[[list[tuple[int, Extent]]], None],
+    ) -> None:
+        self._ring = ring
+        self._pool = pool
+        self._writes = writes
+        self._counters = counters
+        self._tell = tell
+
+    async def sync(self) -> None:
+        """Return when all that was written or deleted before is on stable storage. Raises StorageError."""
+        await self._writes.settle()
+        await self._writes.strike_out()
+        dirty = [segment for segment in self._ring if segment.unsynced.dirty]
+        outcomes = await asyncio.gather(*map(self._sync_segment, dirty), return_exceptions=True)
+        self._counters["syncs"] += 1
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+
+    async def _sync_segment(self, segment: Segment) -> None:
+        unsynced = segment.take_unsynced()
+        segment.pin()
+        try:
+            await self._pool.submit(lambda _: segment.file.sync(), urgent=True)
+        except OSError as error:
+            self._counters["failed_syncs"] += 1
+            gone = self._writes.distrust(segment, unsynced)
+            if told := [(tag, extent) for tag, extent in gone if tag != NO_TAG]:
+                self._tell(told)
+            raise StorageError(f"cannot sync {segment.path}: {error.strerror or error}") from error
+        finally:
+            segment.unpin()

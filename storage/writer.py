@@ -1,0 +1,172 @@
+"""One write request: records that lie side by side, verified, encoded and written by an I/O thread."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvtierd.core.checksum import Bytes, block_sum, layer_sums
+from kvtierd.core.errors import CorruptionError, StorageError
+from kvtierd.core.geometry import Geometry
+from kvtierd.core.units import MIB
+from kvtierd.storage import layout
+from kvtierd.storage.buffers import Scratch
+from kvtierd.storage.interface import WriteItem
+from kvtierd.storage.io import write_exact
+from kvtierd.storage.record import Kill, Kind, Life, RecordHeader, encode
+from kvtierd.storage.segment import Segment
+
+RUN_BYTES = 2 * MIB
+"""Small records are gathered into requests of this size; a larger record is a request of its own."""
+RUN_RECORDS = 128
+"""Most records of a request: their headers fit the scratch, their buffers one system call."""
+
+assert RUN_RECORDS * 2 < 1024  # IOV_MAX
+EMPTY = np.empty(0, np.uint8)
+
+
+@dataclasses.dataclass(slots=True)
+class Draft:
+    """A record on its way: `body` and `item` are what it will hold, the rest is known once it has a place.
+
+    `error` is why it was not written; `segment` is -1 while it has no place.
+    """
+
+    kind: Kind
+    namespace: bytes
+    header_bytes: int
+    body: Bytes = dataclasses.field(default_factory=lambda: EMPTY)
+    count: int = 0
+    item: WriteItem | None = None
+    kills: Sequence[Kill] = dataclasses.field(default=())
+    segment: int = -1
+    offset: int = 0
+    sequence: int = 0
+    row: int = -1
+    error: StorageError | None = None
+
+    @property
+    def length(self) -> int:
+        """Bytes of header and payload."""
+        return self.header_bytes + (self.item.geometry.slot_bytes if self.item else 0)
+
+
+@dataclasses.dataclass(slots=True)
+class Run:
+    """Drafts placed one behind the other in one segment: one write request."""
+
+    segment: Segment
+    life: Life
+    drafts: list[Draft] = dataclasses.field(default_factory=list)
+    length: int = 0
+    headers: int = 0
+
+    def add(self, draft: Draft) -> None:
+        """Take in a record that lies behind the last one."""
+        self.drafts.append(draft)
+        self.length += draft.length
+        self.headers += draft.header_bytes
+
+    def takes(self, draft: Draft) -> bool:
+        """Whether the request may grow by this record."""
+        return not self.drafts or (
+            self.length + draft.length <= RUN_BYTES
+            and len(self.drafts) < RUN_RECORDS
+            and self.headers + draft.header_bytes <= Scratch.HEADERS_BYTES
+        )
+
+
+def write_run(run: Run, scratch: Scratch) -> None:
+    """Verify each source, then write what is good; what is not leaves a hole. Outcomes are left in `Draft.error`."""
+    for draft in run.drafts:
+        draft.error = _source_error(draft)
+    for piece in _pieces(run.drafts):
+        try:
+            _write_piece(run, piece, scratch)
+        except OSError as error:
+            where = f"segment {run.life.segment} at {piece[0].offset}"
+            for draft in piece:
+                draft.error = StorageError(f"cannot write {draft.length} bytes to {where}: {error.strerror or error}")
+
+
+def item_error(item: WriteItem) -> StorageError | None:
+    """Why an item cannot be a record at all: its arrays do not fit its geometry."""
+    geometry: Geometry = item.geometry
+    if item.data.shape != (geometry.slot_bytes,) or item.data.dtype != np.uint8:
+        return StorageError(
+            f"block data is {item.data.dtype}{item.data.shape}; uint8({geometry.slot_bytes},) is wanted"
+        )
+    if item.sums.shape != (geometry.layers,) or item.sums.dtype != np.uint64:
+        return StorageError(f"layer sums are {item.sums.dtype}{item.sums.shape}; uint64({geometry.layers},) is wanted")
+    return None
+
+
+def _source_error(draft: Draft) -> StorageError | None:
+    item = draft.item
+    if item is None:
+        return None
+    found = layer_sums(item.data, item.geometry)
+    if np.array_equal(found, item.sums):
+        return None
+    layer = int(np.flatnonzero(found != item.sums)[0])
+    return CorruptionError(
+        f"block {item.key.hex()[:16]} changed before it was stored: the sum of layer {layer} differs"
+    )
+
+
+def _pieces(drafts: list[Draft]) -> Iterator[list[Draft]]:
+    """Split at records that are not written."""
+    piece: list[Draft] = []
+    for draft in drafts:
+        if draft.error is None:
+            piece.append(draft)
+        elif piece:
+            yield piece
+            piece = []
+    if piece:
+        yield piece
+
+
+def _write_piece(run: Run, piece: list[Draft], scratch: Scratch) -> None:
+    buffers: list[Bytes] = []
+    used = 0
+    for draft in piece:
+        page = scratch.headers[used : used + draft.header_bytes]
+        used += draft.header_bytes
+        _encode(draft, run.life, page)
+        buffers.append(page)
+        if draft.item is not None:
+            buffers.append(draft.item.data)
+    write_exact(run.segment.file, buffers, piece[0].offset, scratch)
+
+
+def _encode(draft: Draft, life: Life, page: Bytes) -> None:
+    item = draft.item
+    if item is None:
+        header = RecordHeader(
+            draft.kind, draft.offset, draft.sequence, draft.header_bytes, count=draft.count, namespace=draft.namespace
+        )
+        encode(header, draft.body, life, page)
+        return
+    shape = item.geometry
+    header = RecordHeader(
+        Kind.BLOCK,
+        draft.offset,
+        draft.sequence,
+        draft.header_bytes,
+        payload_bytes=shape.slot_bytes,
+        count=shape.layers,
+        namespace=item.namespace,
+        key=item.key,
+        block_sum=block_sum(item.sums),
+        layer_bytes=shape.layer_bytes,
+        layer_stride=shape.layer_stride,
+    )
+    encode(header, np.ascontiguousarray(item.sums, "<u8").view(np.uint8), life, page)
+
+
+def block_draft(item: WriteItem) -> Draft:
+    """A block's record."""
+    return Draft(Kind.BLOCK, item.namespace, layout.block_header_bytes(item.geometry.layers), item=item)
