@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,7 +46,22 @@ def daemon_and_client(folder: Path, copy_threads: int, **settings: object) -> It
         EmbeddedDaemon(folder, gpu__device="host", **settings) as daemon,
         Client(daemon.endpoint, timeout_s=TIMEOUT_S, transfer_timeout_s=TIMEOUT_S, copy_threads=copy_threads) as client,
     ):
+        await_memory(client)
         yield daemon, client
+
+
+def await_memory(client: Client) -> None:
+    """Wait until the arena is allocated: it comes in pieces after READY, and stores before that are refused."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while True:
+        stats = client.stats()
+        if stats["memory_error"]:
+            raise BenchError(f"the daemon has no memory for its host tier: {stats['memory_error']}")
+        if stats["host_ready_bytes"] >= stats["host_capacity_bytes"]:
+            return
+        if time.monotonic() > deadline_s:
+            raise BenchError(f"the host tier has {stats['host_ready_bytes']} bytes after {TIMEOUT_S} s")
+        time.sleep(0.01)
 
 
 def expect(what: str, got: int, wanted: int) -> None:
