@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
+from kvtierd import __version__
 from kvtierd.cli.errors import CommandError
 from kvtierd.core.errors import ExitCode, KvtierdError, StartupError
-from kvtierd.core.version import VERSION
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def _exit_code(error: KvtierdError) -> int:
 def _parser(chosen: str) -> argparse.ArgumentParser:
     """A parser that knows all commands by name, and the arguments of the chosen one."""
     parser = _Parser(prog="kvtierctl", description="Talks to kvtierd, the KV cache daemon.")
-    parser.add_argument("--version", action="version", version=f"kvtierctl {VERSION}")
+    parser.add_argument("--version", action="version", version=f"kvtierctl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.summary, description=f"{command.summary.capitalize()}.")

@@ -24,6 +24,6 @@ def load_kernels() -> float:
     from kvtierd.index.jit import PACKAGE, SOURCES
 
     begin_s = time.monotonic()
-    for path in sorted(path for folder in SOURCES for path in (PACKAGE / folder).rglob("*.py")):
+    for path in sorted(path for folder in SOURCES for path in (PACKAGE / folder).rglob("[!_]*.py")):
         importlib.import_module(".".join((PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts)))
     return time.monotonic() - begin_s

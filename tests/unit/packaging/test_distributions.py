@@ -90,6 +90,13 @@ def test_commands_work_with_the_clients_dependencies_alone(client_python: Path, 
     assert _run(client_python.parent / "kvtierctl", tmp_path, "--version").startswith("kvtierctl ")
 
 
+def test_daemon_without_its_extra_says_what_to_install(client_python: Path, tmp_path: Path) -> None:
+    command = [client_python.parent / "kvtierd", "--check-config"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env={})
+    assert done.returncode == 69
+    assert done.stderr == "kvtierd: yaml is not installed; the daemon needs: pip install 'kvtierd[daemon]'\n"
+
+
 def test_metadata_names_the_versions_of_python(built: Built) -> None:
     assert "Requires-Python: <3.14,>=3.11" in _metadata(built.wheel)
     assert "License-Expression: Apache-2.0" in _metadata(built.wheel)

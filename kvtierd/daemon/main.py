@@ -1,0 +1,97 @@
+"""`kvtierd`: the foreground daemon."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from kvtierd import __version__
+from kvtierd.config.options import add_options
+from kvtierd.config.schema import Settings
+from kvtierd.core.errors import ExitCode, StartupError
+from kvtierd.telemetry import log
+
+EXTRA = frozenset({"aiofiles", "numba", "yaml"})
+"""What the extra `daemon` adds; without it only the client is installed."""
+
+UMASK = 0o027
+"""What the daemon makes is for itself and its group; nobody else may read a tenant's blocks."""
+
+logger = logging.getLogger(__name__)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse exits with 2; sysexits.h has 64 for a command used wrongly."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(ExitCode.USAGE, f"{self.prog}: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the daemon until it is told to stop; returns the exit code (kvtierd.core.errors.ExitCode)."""
+    args = _parser().parse_args(argv)
+    try:
+        return _main(args)
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA:
+            raise
+        sys.stderr.write(f"kvtierd: {error.name} is not installed; the daemon needs: pip install 'kvtierd[daemon]'\n")
+        return ExitCode.NO_DEVICE
+
+
+def _main(args: argparse.Namespace) -> int:
+    # Deferred, as all that needs the extra: the message above must be able to say so.
+    from kvtierd.config.loader import ConfigError, load
+    from kvtierd.config.render import render
+
+    try:
+        loaded = load(config=args.config, options=args.options, environment=os.environ)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    if args.check_config:
+        sys.stdout.write("the configuration is valid\n")
+        return ExitCode.OK
+    if args.print_config:
+        sys.stdout.write(render(loaded))
+        return ExitCode.OK
+    log.configure(loaded.settings.log.level, loaded.settings.log.format)
+    return _run(loaded.settings, args.ready_fd, args.stop_fd)
+
+
+def _run(settings: Settings, ready_fd: int, stop_fd: int) -> int:
+    from kvtierd.daemon.app import run
+    from kvtierd.daemon.composition import compose
+
+    os.umask(UMASK)
+    try:
+        asyncio.run(run(settings, compose, ready_fd=ready_fd, stop_fd=stop_fd))
+    except StartupError as error:
+        logger.error("%s", error)
+        return error.exit_code
+    except Exception:
+        logger.exception("this is a bug in kvtierd; please report it")
+        return ExitCode.BUG
+    return ExitCode.OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="kvtierd", description="Keeps the KV cache of inference engines in three tiers.")
+    add_options(parser)
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--check-config", action="store_true", help="report every mistake; exit 78 if there is one")
+    group.add_argument("--print-config", action="store_true", help="print every value with its origin")
+    parser.add_argument("--version", action="version", version=f"kvtierd {__version__}")
+    parser.add_argument("--ready-fd", type=int, default=-1, metavar="N", help="write one JSON line there when ready")
+    parser.add_argument("--stop-fd", type=int, default=-1, metavar="N", help="stop when this pipe's other end closes")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
