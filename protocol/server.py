@@ -162,6 +162,7 @@ class Server:
         if self.arena is not None:
             self.arena.close()
         self._socket.close()
+        self.path.unlink(missing_ok=True)  # ZeroMQ removes only paths that it made up itself
         await self._loop.run_in_executor(None, self._context.term)  # waits for replies on their way: LINGER_MS
         self._outbox.close()
 

@@ -22,7 +22,7 @@ EXTRA = frozenset({"aiofiles", "numba", "yaml"})
 UMASK = 0o027
 """What the daemon makes is for itself and its group; nobody else may read a tenant's blocks."""
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("kvtierd.daemon")  # __name__ is __main__ under `python -m`
 
 
 class _Parser(argparse.ArgumentParser):

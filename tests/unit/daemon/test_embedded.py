@@ -102,7 +102,7 @@ def test_data_folder_that_cannot_be_made_ends_with_74_and_one_line(spawn, tmp_pa
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-@pytest.mark.parametrize(("options", "word"), [("size=64k", "space"), ("size=64m,ro", "")])
+@pytest.mark.parametrize(("options", "word"), [("size=64k", "the disk is full"), ("size=64m,ro", "")])
 def test_full_or_read_only_file_system_ends_with_74_and_one_line(
     spawn, tmp_path: Path, options: str, word: str
 ) -> None:
