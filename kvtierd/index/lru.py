@@ -79,7 +79,7 @@ def _victims_of(holds: Any) -> Any:
 
 @compiled(_victims_of(types.int32[::1]), _victims_of(types.uint16[::1]))
 def _victims(links: Links, sentinel: int, holds: npt.NDArray[Any], scan_max: int, out: Slots) -> int:
-    found, node = 0, links[sentinel, _HOTTER] - 1
+    found, node, hottest = 0, links[sentinel, _HOTTER] - 1, links[sentinel, _COLDER] - 1
     for _ in range(scan_max):
         if node < 0 or node == sentinel or found == out.size:
             break
@@ -90,6 +90,8 @@ def _victims(links: Links, sentinel: int, holds: npt.NDArray[Any], scan_max: int
         else:
             _unlink(links, node)
             _link_hottest(links, sentinel, node)
+        if node == hottest:  # Beyond it come the held ones that this search has moved there.
+            break
         node = hotter
     return found
 
@@ -112,7 +114,8 @@ class LruLists:
 
     def push(self, cls: int, slots: Slots) -> None:
         """Put slots on the hot end; one that is there already is moved."""
-        self._lengths[cls] += _push(self._links, self._sentinel(cls), slots)
+        added = _push(self._links, self._sentinel(cls), slots)
+        self._lengths[cls] += added
 
     def touch(self, cls: int, slots: Slots) -> int:
         """Move slots to the hot end; those on no list stay so. Returns how many were moved."""

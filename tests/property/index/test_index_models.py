@@ -1,0 +1,137 @@
+"""The index against plain Python: dictionaries and ordered lists that do the same thing slowly."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvtierd.index.block_table import BlockTable
+from kvtierd.index.lru import LruLists
+from kvtierd.index.page_table import PageTable
+
+NAMESPACES = st.integers(0, 2)
+NUMBERS = st.integers(0, 400)
+CAPACITY = 300
+
+
+def keys_of(numbers):
+    """Keys that differ in few bits, as no hash would make them."""
+    keys = np.zeros((len(numbers), 32), np.uint8)
+    for row, number in zip(keys, numbers, strict=True):
+        row[number % 32] = number // 32 + 1
+    return keys
+
+
+class Pages(RuleBasedStateMachine):
+    """Page table and block table together: rows by (namespace, number of key)."""
+
+    @initialize(seed=st.binary(min_size=16, max_size=16))
+    def start(self, seed):
+        self.blocks = BlockTable(CAPACITY)
+        self.pages = PageTable(self.blocks, seed)
+        self.model: dict[tuple[int, int], int] = {}
+
+    @rule(namespace=NAMESPACES, numbers=st.lists(NUMBERS, max_size=90))
+    def insert(self, namespace, numbers):
+        rows = self.blocks.alloc(len(numbers))
+        numbers = numbers[: len(rows)]
+        self.blocks.key[rows] = keys_of(numbers)
+        self.blocks.namespace[rows] = namespace
+        outcome = self.pages.insert(rows)
+        for number, row, known in zip(numbers, rows.tolist(), outcome.tolist(), strict=True):
+            assert known == self.model.get((namespace, number), -1)
+            self.model.setdefault((namespace, number), row)
+        self.blocks.free(rows[outcome != -1])
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def delete(self, data):
+        gone = data.draw(st.lists(st.sampled_from(sorted(self.model)), unique=True))
+        rows = np.array([self.model.pop(name) for name in gone], np.int32)
+        assert self.pages.delete(rows) == len(rows)
+        self.blocks.free(rows)
+
+    @rule(namespace=NAMESPACES, numbers=st.lists(NUMBERS, max_size=200))
+    def lookup(self, namespace, numbers):
+        wanted = [self.model.get((namespace, number), -1) for number in numbers]
+        assert self.pages.lookup(keys_of(numbers), namespace).tolist() == wanted
+        hit = next((i for i, row in enumerate(wanted) if row < 0), len(wanted))
+        found, rows = self.pages.prefix(keys_of(numbers), namespace)
+        assert (found, rows.tolist()) == (hit, wanted[:hit])
+
+    @invariant()
+    def counts_agree(self):
+        stats = self.pages.stats()
+        assert len(self.pages) == len(self.blocks) == len(self.model) == stats["blocks"]
+        assert stats["buckets_touched_max"] <= 2
+        assert stats["load"] <= 0.951
+
+
+class Recency(RuleBasedStateMachine):
+    """LRU lists against ordered dictionaries, coldest first."""
+
+    SLOTS = st.lists(st.integers(0, 39), max_size=12)
+    CLASSES = st.integers(0, 2)
+
+    def __init__(self):
+        super().__init__()
+        self.lists = LruLists(40, 3)
+        self.model = [OrderedDict() for _ in range(3)]
+
+    def _here(self, cls, slots):
+        """A slot belongs to one class: its number says which, as the tiers' slabs do."""
+        return [slot for slot in slots if slot % 3 == cls]
+
+    @rule(cls=CLASSES, slots=SLOTS)
+    def push(self, cls, slots):
+        slots = self._here(cls, slots)
+        self.lists.push(cls, np.array(slots, np.int32))
+        for slot in reversed(slots):
+            self.model[cls][slot] = None
+            self.model[cls].move_to_end(slot)
+
+    @rule(cls=CLASSES, slots=SLOTS)
+    def touch(self, cls, slots):
+        slots = self._here(cls, slots)
+        known = [slot for slot in slots if slot in self.model[cls]]
+        assert self.lists.touch(cls, np.array(slots, np.int32)) == len(known)
+        for slot in reversed(known):
+            self.model[cls].move_to_end(slot)
+
+    @rule(cls=CLASSES, slots=SLOTS)
+    def remove(self, cls, slots):
+        slots = self._here(cls, slots)
+        known = {slot for slot in slots if slot in self.model[cls]}
+        assert self.lists.remove(cls, np.array(slots, np.int32)) == len(known)
+        for slot in known:
+            del self.model[cls][slot]
+
+    @rule(cls=CLASSES, held=st.sets(st.integers(0, 39)), out_max=st.integers(0, 20), scan_max=st.integers(0, 20))
+    def victims(self, cls, held, out_max, scan_max):
+        holds = np.zeros(40, np.int32)
+        holds[list(held)] = 1
+        wanted = []
+        for slot in list(self.model[cls])[:scan_max]:
+            if len(wanted) == out_max:
+                break
+            if slot in held:
+                self.model[cls].move_to_end(slot)
+            else:
+                wanted.append(slot)
+        assert self.lists.victims(cls, holds, out_max, scan_max).tolist() == wanted
+
+    @invariant()
+    def order_agrees(self):
+        for cls, model in enumerate(self.model):
+            assert self.lists.length(cls) == len(model)
+            assert self.lists.victims(cls, np.zeros(40, np.int32), 40, 40).tolist() == list(model)
+
+
+TestPages = Pages.TestCase
+TestPages.settings = settings(max_examples=80, stateful_step_count=40)
+TestRecency = Recency.TestCase
+TestRecency.settings = settings(max_examples=80, stateful_step_count=40)
