@@ -15,6 +15,7 @@ from kvtierd.core.units import PAGE_BYTES
 from kvtierd.gpu.slot_pool import NO_SLOT, SlotClass, Slots
 from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME, TIERS, Tier
 from kvtierd.storage.interface import Extent
+from kvtierd.storage.layout import block_header_bytes
 from kvtierd.tiers.blocks import GONE, RESIDENT, Blocks, Rows
 from kvtierd.tiers.gpu_tier import GpuTier
 from kvtierd.tiers.host_tier import HostTier
@@ -122,7 +123,8 @@ class Copies:
         """Where a row lies on disk."""
         table = self.blocks.table
         offset = int(table.extent_page[row]) * PAGE_BYTES
-        return Extent(int(table.segment[row]), offset, entry.geometry.slot_bytes)
+        length = block_header_bytes(entry.geometry.layers) + entry.geometry.slot_bytes
+        return Extent(int(table.segment[row]), offset, length)
 
     def keep_elsewhere(self, rows: Rows, tier: Tier) -> Rows:
         """Those rows that have a copy in a tier and another one elsewhere."""

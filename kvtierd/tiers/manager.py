@@ -93,6 +93,12 @@ class TierManager:
         self._room.grow()
         self._ticker = asyncio.create_task(self._tick(), name="tier-ticker")
 
+    async def failed(self) -> BaseException:
+        """Return the bug that stopped the ticker: without it leases never end, so the process has to."""
+        assert self._ticker is not None, "start comes first"
+        await asyncio.wait([self._ticker])
+        return self._ticker.exception() or AssertionError("the ticker ended")
+
     async def memory_ready(self) -> None:
         """Wait until the host tier has its memory, or could not get it."""
         await self._room.grown()

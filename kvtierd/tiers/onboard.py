@@ -190,7 +190,7 @@ class Onboarder:
                     move.good[i] = error is None
                     if error is not None:
                         self._lost_on_disk(int(move.rows[i]), error)
-                copies.counters["nvme_read_bytes"] += int(move.good.sum()) * entry.geometry.slot_bytes
+                copies.counters["onboarded_bytes"] += int(move.good.sum()) * entry.geometry.slot_bytes
         finally:
             copies.counters["onboarded_blocks"] += int(move.good.sum())
             self._land(move)
@@ -237,7 +237,7 @@ class Onboarder:
     def _lost_on_disk(self, row: int, error: StorageError) -> None:
         """A block could not be read: a corrupt one is dropped for good, a failed read may succeed next time."""
         _log.warning("nvme read: %s", error)
-        kind = "nvme_corrupt_blocks" if isinstance(error, CorruptionError) else "nvme_failed_reads"
+        kind = "onboard_corrupt_blocks" if isinstance(error, CorruptionError) else "onboard_failed_blocks"
         self._copies.counters[kind] += 1
         if isinstance(error, CorruptionError) and self._copies.blocks.table.segment[row] >= 0:
             self._copies.drop_nvme(np.array([row], np.int32))

@@ -67,7 +67,7 @@ class WriteBehind:
         """Queue freshly committed blocks, in prefix order; those over the limit are left out and counted."""
         block = entry.geometry.slot_bytes
         fits = min(rows.size, max(0, (self._limit_bytes - self.waiting_bytes) // block))
-        self._copies.counters["nvme_dropped_stores"] += int(rows.size - fits)
+        self._copies.counters["offload_dropped_blocks"] += int(rows.size - fits)
         step = max(1, BATCH_BYTES // block)
         for begin in range(0, fits, step):
             end = min(begin + step, fits)
@@ -158,7 +158,7 @@ class WriteBehind:
                 corrupt.append(row)
             elif result is not None:
                 _log.warning("nvme write: %s; the block stays in host only", result)
-                copies.counters["nvme_failed_writes"] += 1
+                copies.counters["offload_failed_blocks"] += 1
         rows = np.array(corrupt, np.int32)
         rows = rows[copies.blocks.live(rows)]
         if rows.size:
@@ -172,8 +172,8 @@ class WriteBehind:
 
     def _written(self, entry: NamespaceEntry, row: int, extent: Extent) -> None:
         copies = self._copies
-        copies.counters["nvme_written_blocks"] += 1
-        copies.counters["nvme_written_bytes"] += extent.length
+        copies.counters["offloaded_blocks"] += 1
+        copies.counters["offloaded_bytes"] += extent.length
         if copies.blocks.live(np.array([row], np.int32))[0]:
             copies.add_nvme(row, extent)
             return
