@@ -30,15 +30,16 @@ from kvtierd.protocol.messages import (
 )
 from kvtierd.protocol.service import Frame
 
-Received = tuple[AnyReply, list[memoryview]]
-"""A reply and its raw frames, which are views into what ZeroMQ received."""
+Received = tuple[AnyReply, list[memoryview], int]
+"""A reply, its raw frames, which are views into what ZeroMQ received, and the session it belongs to."""
 
 HELLO_PATIENCE_NS = 500_000_000
 """After this long without an answer Hello is sent again: the connection may have been lost behind our back."""
 FRESH_SOCKET_NS = 100_000_000
 """Least time between two new sockets while the daemon is away."""
 RECONNECT_MS = 50
-QUEUE_MESSAGES = 1000
+QUEUE_MESSAGES = 8192
+"""ZeroMQ's high-water mark: over what all threads together leave unanswered."""
 MAX_HELLOS = 16
 MAX_ORPHANS = 4096
 ZERO_COPY_BYTES = 64 << 10
@@ -51,12 +52,13 @@ class Unavailable(KvtierdError):  # noqa: N818 - a state of the daemon, named as
 
 
 class Group:
-    """Requests that somebody waits for together; `wake` is called when the last one is answered."""
+    """Requests that somebody waits for together; `wake` is called when no more than `floor` of them are unanswered."""
 
-    __slots__ = ("missing", "wake")
+    __slots__ = ("floor", "missing", "wake")
 
-    def __init__(self, wake: Callable[[], None] | None = None) -> None:
+    def __init__(self, wake: Callable[[], None]) -> None:
         self.missing = 0
+        self.floor = 0
         self.wake = wake
 
 
@@ -79,10 +81,14 @@ class Connection:
         self.name = name
         self.counters: Counter[str] = Counter()
         self.up = False
+        self.silent = False
+        """Whether the session was lost because an answer stayed out, and no Hello has been answered since."""
         self.closed = False
         self.epoch = 0
         self.session_no = 0
         """Counts sessions: numbers of namespaces, leases and reservations mean something only within one."""
+        self.socket_no = 0
+        """Counts sockets: a descriptor's number may come again."""
         self.token = b""
         self.arena_path = ""
         self.max_batch = MAX_BATCH
@@ -116,6 +122,7 @@ class Connection:
         socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
         socket.connect(self.endpoint)
         self._socket = socket
+        self.socket_no += 1
         self._opened_ns = time.monotonic_ns()
         self._used = False
         self._hello_ids.clear()
@@ -164,9 +171,15 @@ class Connection:
         if self._socket is None:
             self.open()
         self.drain()  # the answer to our Hello may be there
-        if not self.up and (not self._hello_ids or now_ns - self._hello_ns > HELLO_PATIENCE_NS):
+        if self.up or self.refused(now_ns):
+            return self.up
+        if not self._hello_ids or now_ns - self._hello_ns > HELLO_PATIENCE_NS:
             self._say_hello(now_ns)
-        return self.up
+        return False
+
+    def refused(self, now_ns: int) -> bool:
+        """Whether the daemon said no to our Hello, just now."""
+        return self.refusal is not None and now_ns - self._hello_ns < HELLO_PATIENCE_NS
 
     @property
     def hello_sent(self) -> bool:
@@ -181,6 +194,7 @@ class Connection:
         if self._transmit(encode(request), ()):
             self._hello_ids.append(request.id)
             self._hello_ns = now_ns
+            self.refusal = None
         elif self._used and now_ns - self._opened_ns > FRESH_SOCKET_NS:
             self.open()  # the daemon that this socket reached is gone
 
@@ -188,6 +202,7 @@ class Connection:
         """A request got no answer in time: calls fail fast until the daemon answers a Hello on this socket."""
         if self.up:
             self.up = False
+            self.silent = True
             self.counters["sessions_lost"] += 1
             self._hello_ids.clear()
             self._say_hello(time.monotonic_ns())
@@ -195,6 +210,7 @@ class Connection:
     def _welcome(self, reply: HelloReply) -> None:
         self._hello_ids.clear()
         self.refusal = None
+        self.silent = False
         if reply.token != self.token or reply.epoch != self.epoch:
             self.session_no += 1
         self.epoch, self.token, self.arena_path = reply.epoch, reply.token, reply.arena
@@ -266,10 +282,10 @@ class Connection:
                 self.up, self.token = False, b""
             elif reply.code == ErrorCode.SHUTTING_DOWN:
                 self.lose()
-        pending.received = (reply, frames)
+        pending.received = (reply, frames, pending.session_no)
         group = pending.group
         group.missing -= 1
-        if not group.missing and group.wake is not None:
+        if group.missing == group.floor:
             group.wake()
 
     def _take_unasked(self, reply: AnyReply) -> None:

@@ -1,0 +1,179 @@
+"""How a client asks: steps for a driver, and what every plan does with a session and a reply (no I/O here).
+
+An operation is a generator, a *plan*: it yields what to do next and is sent the outcome. The sync and the async client
+drive the same plans. A daemon that is absent, late or out of room is a miss or a dropped store, counted; only what the
+caller did wrong raises.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvtierd.core.errors import ErrorCode, KvtierdError, RequestError
+from kvtierd.core.keys import Keys, as_keys
+from kvtierd.protocol.connection import Connection, Received, Unavailable
+from kvtierd.protocol.messages import (
+    AnyReply,
+    AnyRequest,
+    ErrorReply,
+    NamespaceReply,
+    RegisterNamespace,
+)
+from kvtierd.protocol.results import NamespaceHandle
+from kvtierd.protocol.service import Frame
+
+_TEMPORARY = frozenset(
+    {
+        ErrorCode.BUSY,
+        ErrorCode.DEADLINE,
+        ErrorCode.UNAVAILABLE,
+        ErrorCode.SHUTTING_DOWN,
+        ErrorCode.INTERNAL,
+        ErrorCode.STALE_EPOCH,
+        ErrorCode.NO_SESSION,
+    }
+)
+"""Errors that are the daemon's state and no mistake of the caller."""
+_SESSION_LOST = (ErrorCode.STALE_EPOCH, ErrorCode.NO_SESSION)
+
+
+@dataclasses.dataclass(slots=True)
+class Connect:
+    """Have a session; the outcome is whether there is one.
+
+    `insist` waits for a daemon that is away until the deadline; otherwise only the first try waits for it.
+    """
+
+    deadline_ns: int
+    insist: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class Ask:
+    """Send requests and wait for their replies; the outcome is a list with None for each that stayed out."""
+
+    requests: Sequence[tuple[AnyRequest, Sequence[Frame]]]
+    deadline_ns: int
+
+
+@dataclasses.dataclass(slots=True)
+class Work:
+    """Call something that copies or blocks; the outcome is what it returns."""
+
+    function: Callable[[], Any]
+
+
+Step = Connect | Ask | Work
+T = TypeVar("T")
+R = TypeVar("R", bound=AnyReply)
+Plan = Generator[Step, Any, T]
+
+
+class Asking:
+    """What all plans share: one connection and its counters."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.counters = connection.counters
+
+    def ready(self, handles: Sequence[NamespaceHandle], deadline_ns: int, *, insist: bool = False) -> Plan[bool]:
+        """Have a session in which all these namespaces have numbers."""
+        connection = self.connection
+        if not connection.up and not (yield Connect(deadline_ns, insist)):
+            return False
+        todo = [handle for handle in handles if handle.session_no != connection.session_no]
+        if not todo:
+            return True
+        session_no = connection.session_no
+        requests = [(_registration(handle), ()) for handle in todo]
+        received = yield Ask(requests, deadline_ns)
+        for handle, item in zip(todo, received, strict=True):
+            reply = self.accept(item, NamespaceReply)
+            if reply is None:
+                return False
+            if reply.digest != handle.digest:
+                message = f"the daemon derives another digest for {handle.namespace.model!r}: versions do not match"
+                raise KvtierdError(message)
+            handle.number, handle.session_no = reply.namespace, session_no
+        return True
+
+    def request(
+        self,
+        handles: Sequence[NamespaceHandle],
+        build: Callable[[], AnyRequest],
+        frames: Sequence[Frame],
+        deadline_ns: int,
+        *,
+        prepare: Callable[[int], Plan[bool]] | None = None,
+        insist: bool = False,
+    ) -> Plan[Received | None]:
+        """Ask one thing, once more where the daemon has started a new life in between.
+
+        `build` makes the request when the namespaces have their numbers; `prepare` says whether the session will do.
+        """
+        for _ in range(2):
+            if not (yield from self.ready(handles, deadline_ns, insist=insist)):
+                return None
+            if prepare is not None and not (yield from prepare(deadline_ns)):
+                return None
+            received: list[Received | None] = yield Ask([(build(), frames)], deadline_ns)
+            first = received[0]
+            if first is None or not session_lost(first[0]):
+                return first
+        return first
+
+    def accept(self, received: Received | None, kind: type[R]) -> R | None:
+        """The reply, or None for a daemon that cannot now. Raises RequestError for a mistake of the caller."""
+        if received is None:
+            return None
+        reply = received[0]
+        if type(reply) is kind:
+            return reply
+        if isinstance(reply, ErrorReply):
+            if reply.code in _TEMPORARY:
+                self.counters[f"errors_{reply.code}"] += 1
+                return None
+            raise RequestError(reply.code, reply.message, reply.retry_after_ms)
+        raise KvtierdError(f"the daemon answered {type(reply).__name__} where {kind.__name__} belongs")
+
+    def insist(self, received: Received | None, kind: type[R]) -> R:
+        """The reply. Raises Unavailable where there is none."""
+        reply = self.accept(received, kind)
+        if reply is not None:
+            return reply
+        if received is not None and isinstance(received[0], ErrorReply):
+            raise Unavailable(
+                f"the daemon at {self.connection.endpoint} says {received[0].code}: {received[0].message}"
+            )
+        refusal = self.connection.refusal
+        reason = f"it refused this client: {refusal}" if refusal else "it did not answer in time"
+        raise Unavailable(f"no daemon at {self.connection.endpoint}: {reason}")
+
+
+def as_frame(keys: Keys | bytes | memoryview) -> memoryview:
+    """Keys as one contiguous frame; ValueError when they are no keys."""
+    flat = as_keys(keys)
+    return raw(np.ascontiguousarray(flat)) if flat.size else memoryview(b"")
+
+
+def raw(array: np.ndarray[Any, Any]) -> memoryview:
+    """A contiguous array as a frame."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+def session_lost(reply: AnyReply) -> bool:
+    """Whether the daemon does not know this session: a new life of it, or a session that ended."""
+    return isinstance(reply, ErrorReply) and reply.code in _SESSION_LOST
+
+
+def _registration(handle: NamespaceHandle) -> RegisterNamespace:
+    return RegisterNamespace(
+        id=0,
+        namespace=handle.namespace,
+        block_bytes=handle.geometry.block_bytes,
+        allow_loss=handle.allow_loss,
+    )

@@ -1,0 +1,139 @@
+"""Plans on metadata: registration, lookups, counts, and what the daemon says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvtierd.core.keys import KEY_BYTES, Keys
+from kvtierd.protocol.asking import Ask, Asking, Connect, Plan, as_frame, session_lost
+from kvtierd.protocol.connection import Received
+from kvtierd.protocol.messages import (
+    AnyRequest,
+    CountReply,
+    Flush,
+    Hello,
+    HelloReply,
+    Lookup,
+    LookupReply,
+    OkReply,
+    Purge,
+    Stats,
+    StatsReply,
+    Tier,
+)
+from kvtierd.protocol.results import NO_HIT, Hit, NamespaceHandle
+from kvtierd.protocol.service import Frame
+
+
+class Queries:
+    """Plans that move no data."""
+
+    def __init__(self, asking: Asking) -> None:
+        self._asking = asking
+        self._connection = asking.connection
+        self._counters = asking.counters
+
+    def register(self, handle: NamespaceHandle, deadline_ns: int) -> Plan[NamespaceHandle]:
+        """Give a namespace its number now if the daemon is there; otherwise with its first use."""
+        yield from self._asking.ready([handle], deadline_ns)
+        return handle
+
+    def ping(self, deadline_ns: int) -> Plan[None]:
+        """One round trip."""
+        if not self._connection.up and not (yield Connect(deadline_ns, insist=True)):
+            self._asking.insist(None, HelloReply)
+        received = yield Ask([(Hello(id=0, resume=self._connection.token), ())], deadline_ns)
+        self._asking.insist(received[0], HelloReply)
+
+    def stats(self, deadline_ns: int) -> Plan[dict[str, Any]]:
+        """Counters and gauges of the daemon."""
+        received = yield from self._asking.request([], lambda: Stats(id=0), (), deadline_ns, insist=True)
+        return self._asking.insist(received, StatsReply).stats
+
+    def flush(self, deadline_ns: int) -> Plan[None]:
+        """Everything committed before is durable, or dropped and counted."""
+        received = yield from self._asking.request([], lambda: Flush(id=0), (), deadline_ns, insist=True)
+        self._asking.insist(received, OkReply)
+
+    def lookup(self, handles: Sequence[NamespaceHandle], keys: Sequence[Keys], deadline_ns: int) -> Plan[Hit]:
+        """The common prefix over all these namespaces."""
+        frames = [as_frame(item) for item in keys]
+        if len({frame.nbytes for frame in frames}) != 1 or len(frames) != len(handles):
+            raise ValueError("a lookup wants one array of keys for each namespace, all of the same length")
+        limit = self._connection.max_batch // len(handles) * KEY_BYTES
+        hits: list[Hit] = []
+        for begin in range(0, max(1, frames[0].nbytes), limit):
+            piece = [frame[begin : begin + limit] for frame in frames]
+            hit = yield from self._lookup_piece(handles, piece, deadline_ns)
+            hits.append(hit)
+            if hit.count * KEY_BYTES < piece[0].nbytes:
+                break
+        if len(hits) == 1:
+            return hits[0]
+        return Hit(sum(hit.count for hit in hits), np.concatenate([hit.tiers for hit in hits]))
+
+    def _lookup_piece(self, handles: Sequence[NamespaceHandle], frames: Sequence[Frame], deadline_ns: int) -> Plan[Hit]:
+        received = yield from self._asking.request(
+            handles, lambda: Lookup(id=0, namespaces=[handle.number for handle in handles]), frames, deadline_ns
+        )
+        return self._as_hit(received)
+
+    def _as_hit(self, received: Received | None) -> Hit:
+        reply = self._asking.accept(received, LookupReply)
+        if reply is None:
+            self._counters["lookups_missed_unavailable"] += 1
+            return NO_HIT
+        return Hit(reply.hit, np.frombuffer(reply.tiers, np.uint8)) if reply.hit else NO_HIT
+
+    def lookup_many(self, handle: NamespaceHandle, keys: Sequence[Keys], deadline_ns: int) -> Plan[list[Hit]]:
+        """Many lookups in one go, each of at most `max_batch` keys; their requests do not wait for one another."""
+        frames = [as_frame(item) for item in keys]
+        limit = self._connection.max_batch * KEY_BYTES
+        if long := [frame.nbytes for frame in frames if frame.nbytes > limit]:
+            raise ValueError(f"a lookup of {long[0] // KEY_BYTES} keys is over the limit of {limit // KEY_BYTES}")
+        left = list(range(len(frames)))
+        hits = [NO_HIT] * len(frames)
+        for _ in range(2):
+            if not (yield from self._asking.ready([handle], deadline_ns)):
+                break
+            numbers = [handle.number]
+            received = yield Ask([(Lookup(id=0, namespaces=numbers), (frames[i],)) for i in left], deadline_ns)
+            again = []
+            for i, item in zip(left, received, strict=True):
+                if item is not None and session_lost(item[0]):
+                    again.append(i)
+                else:
+                    hits[i] = self._as_hit(item)
+            left = again
+            if not left:
+                return hits
+        self._counters["lookups_missed_unavailable"] += len(left)
+        return hits
+
+    def count(
+        self, handle: NamespaceHandle, build: Callable[[], AnyRequest], keys: Keys, deadline_ns: int
+    ) -> Plan[int]:
+        """Prefetch, pin, unpin, delete: how many blocks it concerned, 0 without a daemon."""
+        data = as_frame(keys)
+        limit = self._connection.max_batch * KEY_BYTES
+        total = 0
+        for begin in range(0, max(1, data.nbytes), limit):
+            received = yield from self._asking.request([handle], build, (data[begin : begin + limit],), deadline_ns)
+            reply = self._asking.accept(received, CountReply)
+            if reply is None:
+                self._counters["requests_unavailable"] += 1
+                break
+            total += reply.count
+        return total
+
+    def purge(self, handle: NamespaceHandle | None, tiers: Sequence[Tier], deadline_ns: int) -> Plan[int]:
+        """Forget a namespace or everything; raises Unavailable where the daemon did not."""
+
+        def build() -> AnyRequest:
+            return Purge(id=0, namespace=handle.number if handle else 0, tiers=list(tiers))
+
+        received = yield from self._asking.request([handle] if handle else [], build, (), deadline_ns, insist=True)
+        return self._asking.insist(received, CountReply).count

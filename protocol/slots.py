@@ -1,0 +1,313 @@
+"""Plans on slots of the shared arena: attach, reserve, commit, acquire, release, copy (protocol/SPEC.md §8)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvtierd.core.checksum import Bytes, Sums
+from kvtierd.core.errors import KvtierdError
+from kvtierd.core.keys import KEY_BYTES, Keys
+from kvtierd.protocol.arena import Arena, ArenaError, MappedChunk
+from kvtierd.protocol.asking import Ask, Asking, Plan, Work, as_frame, raw
+from kvtierd.protocol.copying import Copier, block_sums
+from kvtierd.protocol.messages import (
+    SLOT_BUSY,
+    SLOT_DTYPE,
+    SLOT_GRANTED,
+    Abort,
+    Acquire,
+    AcquireReply,
+    Commit,
+    CommitReply,
+    Release,
+    Reserve,
+    ReserveReply,
+)
+from kvtierd.protocol.results import Masks, NamespaceHandle
+
+Slots = np.ndarray[Any, np.dtype[np.void]]
+"""Slot descriptors: [n] of SLOT_DTYPE."""
+
+
+@dataclasses.dataclass(slots=True)
+class Granted:
+    """What Reserve gave: a status a key ([n] uint8), and for each granted one its view in slot form."""
+
+    number: int
+    session_no: int
+    status: Masks
+    views: list[Bytes | None]
+
+
+@dataclasses.dataclass(slots=True)
+class Leased:
+    """What Acquire gave: `count` blocks in slots, with all that is needed to copy and verify them."""
+
+    number: int
+    session_no: int
+    count: int
+    slots: Slots
+    views: list[Bytes]
+    chunks: list[MappedChunk]
+    sums: Sums
+
+    @property
+    def sources(self) -> Masks:
+        """Where each block was found: [count] uint8 masks."""
+        return np.asarray(self.slots["source"], np.uint8)
+
+    def unchanged(self) -> int:
+        """How many leading blocks are still what the lease said, by their slots' generations.
+
+        Read after a copy: the copy is then whole, because a slot's generation changes before its bytes do.
+        """
+        for i, chunk in enumerate(self.chunks):
+            slot = int(self.slots["offset"][i]) // chunk.slot_bytes
+            if chunk.generations[slot] != self.slots["generation"][i]:
+                return i
+        return self.count
+
+
+class SlotPlans:
+    """Plans over the arena of one client's session."""
+
+    def __init__(self, asking: Asking, copier: Copier, *, use_arena: bool) -> None:
+        self._asking = asking
+        self._connection = asking.connection
+        self._counters = asking.counters
+        self._copier = copier
+        self._use_arena = use_arena
+        self._arena: Arena | None = None
+        self._arena_session_no = 0
+        self._lock = threading.Lock()
+        self.refusal = ""
+        """Why there is no arena, where the daemon or the kernel said so."""
+
+    def _attached(self, deadline_ns: int) -> Plan[bool]:
+        """Have the arena of this session, attached with its first use."""
+        connection = self._connection
+        if not self._use_arena or not connection.arena_path:
+            return False
+        if self._arena_session_no != connection.session_no:
+            yield Work(functools.partial(self._attach, connection.session_no, deadline_ns))
+        return self._arena is not None
+
+    def _attach(self, session_no: int, deadline_ns: int) -> None:
+        with self._lock:  # two threads may want it at the same time; a session attaches once
+            if self._arena_session_no == session_no:
+                return
+            self.close()
+            try:
+                self._arena = Arena.attach(self._connection.arena_path, self._connection.token, deadline_ns)
+                self._counters["arena_attached"] += 1
+            except ArenaError as error:
+                self._counters["arena_refused"] += 1
+                self.refusal = str(error)
+            self._arena_session_no = session_no
+
+    def has_arena(self, deadline_ns: int) -> Plan[bool]:
+        """Whether blocks of this session go through the arena; False too where the daemon is away."""
+        if not (yield from self._asking.ready([], deadline_ns)):
+            return False
+        return (yield from self._attached(deadline_ns))
+
+    def _views(self, slots: Slots, nbytes: int, deadline_ns: int) -> Plan[tuple[list[Bytes], list[MappedChunk]]]:
+        """Map what the descriptors name. Raises ArenaError."""
+        arena = self._arena
+        if arena is None:
+            raise ArenaError("the arena was detached meanwhile")
+        views, chunks = [], []
+        for number, offset in zip(slots["chunk"].tolist(), slots["offset"].tolist(), strict=True):
+            chunk = arena.chunk(number)
+            if chunk is None:
+                chunk = yield Work(functools.partial(arena.map, number, deadline_ns))
+            chunks.append(chunk)
+            views.append(chunk.view(offset, nbytes))
+        return views, chunks
+
+    def close(self) -> None:
+        """Let go of an earlier session's arena."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    def abandon(self) -> None:
+        """In a forked child."""
+        self._lock = threading.Lock()
+        self._arena_session_no = 0
+        if self._arena is not None:
+            self._arena.abandon()
+            self._arena = None
+
+    def reserve(self, handle: NamespaceHandle, keys: Keys, deadline_ns: int) -> Plan[Granted]:
+        """Slots to write into; without arena or daemon every block is refused."""
+        data = as_frame(keys)
+        count = data.nbytes // KEY_BYTES
+        nothing = Granted(0, 0, np.full(count, SLOT_BUSY, np.uint8), [None] * count)
+        received = yield from self._asking.request(
+            [handle], lambda: Reserve(id=0, namespace=handle.number), (data,), deadline_ns, prepare=self._attached
+        )
+        reply = self._asking.accept(received, ReserveReply)
+        if reply is None or received is None:
+            self._counters["stores_dropped_unavailable"] += count
+            return nothing
+        session_no = received[2]
+        slots = _descriptors(received[1], count)
+        status = slots["status"].copy()
+        granted = np.flatnonzero(status == SLOT_GRANTED)
+        try:
+            views, _ = yield from self._views(slots[granted], handle.geometry.slot_bytes, deadline_ns)
+        except ArenaError:
+            self._counters["arena_errors"] += 1
+            self.abort(reply.reservation, session_no)
+            return nothing
+        placed: list[Bytes | None] = [None] * count
+        for i, view in zip(granted.tolist(), views, strict=True):
+            placed[i] = view
+        return Granted(reply.reservation, session_no, status, placed)
+
+    def commit(
+        self,
+        grant: Granted,
+        handle: NamespaceHandle,
+        index: Sequence[int] | None,
+        sums: Sums | None,
+        *,
+        verify: bool,
+        deadline_ns: int,
+    ) -> Plan[CommitReply]:
+        """Make written blocks visible; none are where the session or the daemon is gone.
+
+        Raises ValueError for a block that was not granted, or sums of another shape.
+        """
+        if index is None:
+            index = [i for i, view in enumerate(grant.views) if view is not None]
+        views = granted_views(grant, index)
+        wanted = (len(index), handle.geometry.layers)
+        if sums is None:
+            sums = yield Work(lambda: self._copier.sum_slots(views, handle.geometry))
+        elif sums.shape != wanted:
+            raise ValueError(f"sums have shape {sums.shape}; {wanted} is wanted")
+        reply = yield from self._commit(grant, index, np.ascontiguousarray(sums, "<u8"), verify, deadline_ns)
+        if reply.committed + reply.existed == len(index):
+            for i in index:
+                grant.views[i] = None
+        else:
+            self._counters["stores_dropped_unavailable"] += len(index)
+        return reply
+
+    def _commit(
+        self, grant: Granted, index: Sequence[int], sums: Sums, verify: bool, deadline_ns: int
+    ) -> Plan[CommitReply]:
+        nothing = CommitReply(id=0, committed=0)
+        if not index or not grant.number or grant.session_no != self._connection.session_no:
+            return nothing
+        request = Commit(id=0, reservation=grant.number, index=list(index), verify=verify)
+        received = yield Ask([(request, (raw(sums), raw(block_sums(sums))))], deadline_ns)
+        return self._asking.accept(received[0], CommitReply) or nothing
+
+    def give_back(self, grant: Granted) -> None:
+        """Abort what is left of a reservation, once."""
+        if any(view is not None for view in grant.views):
+            self.abort(grant.number, grant.session_no)
+        grant.number = 0
+        grant.views[:] = [None] * len(grant.views)
+
+    def abort(self, number: int, session_no: int) -> None:
+        """Give a reservation back; where the daemon is away, as soon as the session goes on."""
+        if not number or session_no != self._connection.session_no:
+            return
+        if not self._connection.post(Abort(id=0, reservation=number)):
+            self._connection.orphans.append((session_no, number))
+
+    def acquire(
+        self, handle: NamespaceHandle, keys: Keys, *, ttl_ms: int, verify: bool, deadline_ns: int
+    ) -> Plan[Leased]:
+        """A lease on the leading run; empty without arena or daemon."""
+        data = as_frame(keys)
+        received = yield from self._asking.request(
+            [handle],
+            lambda: Acquire(id=0, namespace=handle.number, ttl_ms=ttl_ms, verify=verify),
+            (data,),
+            deadline_ns,
+            prepare=self._attached,
+        )
+        reply = self._asking.accept(received, AcquireReply)
+        if reply is None or received is None:
+            self._counters["lookups_missed_unavailable"] += 1
+            return self._no_lease(handle)
+        if not reply.count:
+            return self._no_lease(handle)
+        session_no, layers = received[2], handle.geometry.layers
+        slots = _descriptors(received[1], reply.count)
+        sums = sums_of(received[1], 1, reply.count, layers)
+        try:
+            views, chunks = yield from self._views(slots, handle.geometry.slot_bytes, deadline_ns)
+        except ArenaError:
+            self._counters["arena_errors"] += 1
+            self.release(reply.lease, session_no)
+            return self._no_lease(handle)
+        for view in views:
+            view.flags.writeable = False
+        return Leased(reply.lease, session_no, reply.count, slots, views, chunks, sums)
+
+    def _no_lease(self, handle: NamespaceHandle) -> Leased:
+        sums = np.empty((0, handle.geometry.layers), np.uint64)
+        return Leased(0, 0, 0, np.empty(0, SLOT_DTYPE), [], [], sums)
+
+    def end(self, leased: Leased) -> None:
+        """Release a lease, once."""
+        self.release(leased.number, leased.session_no)
+        leased.number = 0
+
+    def release(self, number: int, session_no: int) -> None:
+        """End a lease without waiting; one that the daemon never hears of expires."""
+        if number and session_no == self._connection.session_no:
+            self._connection.post(Release(id=0, leases=[number], quiet=True))
+
+    def copy_out(self, lease: Leased, out: Bytes, handle: NamespaceHandle, *, verify: bool) -> Plan[int]:
+        """Copy a lease's blocks; how many leading ones are good."""
+        geometry = handle.geometry
+        if not verify:
+            yield Work(lambda: self._copier.copy_out(lease.views, out, geometry))
+            return lease.unchanged()
+        sums = yield Work(lambda: self._copier.copy_out_and_sum(lease.views, out, geometry))
+        good = min(lease.unchanged(), leading(sums, lease.sums))
+        self._counters["blocks_mismatched"] += lease.count - good
+        return good
+
+
+def _descriptors(frames: Sequence[memoryview], count: int) -> Slots:
+    if not frames or frames[0].nbytes != count * SLOT_DTYPE.itemsize:
+        raise KvtierdError(f"the daemon sent no {count} slot descriptors")
+    return np.frombuffer(frames[0], SLOT_DTYPE)
+
+
+def sums_of(frames: Sequence[memoryview], position: int, count: int, layers: int) -> Sums:
+    """Layer sums [count, layers] in a frame. Raises KvtierdError when they are not there."""
+    if len(frames) <= position or frames[position].nbytes != count * layers * 8:
+        raise KvtierdError(f"the daemon sent no layer sums of {count} blocks with {layers} layers")
+    return np.frombuffer(frames[position], "<u8").reshape(count, layers)
+
+
+def leading(got: Sums, wanted: Sums) -> int:
+    """How many leading rows are equal."""
+    equal = (got == wanted).all(axis=1)
+    return len(equal) if equal.all() else int(np.argmin(equal))
+
+
+def granted_views(grant: Granted, index: Sequence[int]) -> list[Bytes]:
+    """The views of these blocks; ValueError naming one that was not granted."""
+    views = []
+    for i in index:
+        view = grant.views[i] if 0 <= i < len(grant.views) else None
+        if view is None:
+            raise ValueError(f"block {i} of the reservation was not granted, or is committed already")
+        views.append(view)
+    return views

@@ -1,0 +1,166 @@
+"""Plans that move whole blocks between the caller's memory and the daemon, through the arena or in frames."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvtierd.core.checksum import Bytes
+from kvtierd.core.errors import KvtierdError
+from kvtierd.core.keys import KEY_BYTES, Keys, as_keys
+from kvtierd.protocol.asking import Asking, Plan, Work, as_frame, raw
+from kvtierd.protocol.copying import Copier, block_sums
+from kvtierd.protocol.messages import SLOT_EXISTS, Get, GetReply, Put, PutReply
+from kvtierd.protocol.results import NO_MASKS, Fetched, Masks, NamespaceHandle, Stored
+from kvtierd.protocol.slots import SlotPlans, leading, sums_of
+
+PIECE_BYTES = 256 << 20
+"""Most bytes of one Acquire or Reserve inside fetch and store: a prefix of any length passes in such pieces."""
+
+
+class Transfers:
+    """Store and fetch."""
+
+    def __init__(self, asking: Asking, slots: SlotPlans, copier: Copier) -> None:
+        self._asking = asking
+        self._connection = asking.connection
+        self._counters = asking.counters
+        self._slots = slots
+        self._copier = copier
+
+    def store(self, handle: NamespaceHandle, keys: Keys, blocks: Sequence[Bytes], deadline_ns: int) -> Plan[Stored]:
+        """Store packed blocks, through the arena where there is one."""
+        stored = existed = 0
+        total = len(blocks)
+        flat = as_keys(keys)
+        arena = yield from self._slots.has_arena(deadline_ns)
+        step = self._blocks_a_piece(handle, arena=arena)
+        for begin in range(0, total, step):
+            part = slice(begin, begin + step)
+            plan = self._store_arena if arena else self._put
+            done = yield from plan(handle, flat[part], blocks[part], deadline_ns)
+            if done is None:
+                break
+            stored += done[0]
+            existed += done[1]
+        dropped = total - stored - existed
+        self._counters["blocks_dropped"] += dropped
+        return Stored(stored, existed, dropped)
+
+    def _blocks_a_piece(self, handle: NamespaceHandle, *, arena: bool) -> int:
+        limit = PIECE_BYTES if arena else self._connection.max_message_bytes - (1 << 20)
+        each = handle.geometry.slot_bytes + KEY_BYTES + 8 * (handle.geometry.layers + 1)
+        return max(1, min(self._connection.max_batch, limit // each))
+
+    def _store_arena(
+        self, handle: NamespaceHandle, keys: Keys, blocks: Sequence[Bytes], deadline_ns: int
+    ) -> Plan[tuple[int, int] | None]:
+        grant = yield from self._slots.reserve(handle, keys, deadline_ns)
+        existed = int(np.count_nonzero(grant.status == SLOT_EXISTS))
+        if not grant.number:
+            return (0, existed) if existed else None
+        try:
+            index = [i for i, view in enumerate(grant.views) if view is not None]
+            views = [view for view in grant.views if view is not None]
+            mine = [blocks[i] for i in index]
+            sums = yield Work(lambda: self._copier.fill(mine, views, handle.geometry))
+            reply = yield from self._slots.commit(grant, handle, index, sums, verify=False, deadline_ns=deadline_ns)
+        finally:
+            self._slots.give_back(grant)
+        return reply.committed, existed + reply.existed
+
+    def _put(
+        self, handle: NamespaceHandle, keys: Keys, blocks: Sequence[Bytes], deadline_ns: int
+    ) -> Plan[tuple[int, int] | None]:
+        sums = yield Work(lambda: self._copier.sum_packed(blocks, handle.geometry))
+        frames = [as_frame(keys), raw(block_sums(sums)), *(block.data for block in blocks)]
+        received = yield from self._asking.request(
+            [handle], lambda: Put(id=0, namespace=handle.number), frames, deadline_ns
+        )
+        reply = self._asking.accept(received, PutReply)
+        if reply is None:
+            self._counters["stores_dropped_unavailable"] += len(blocks)
+            return None
+        return reply.stored, reply.existed
+
+    def fetch(
+        self, handle: NamespaceHandle, keys: Keys, out: Bytes | None, *, verify: bool, deadline_ns: int
+    ) -> Plan[Fetched]:
+        """Fetch the leading run, through the arena where there is one."""
+        flat = as_keys(keys)
+        arena = yield from self._slots.has_arena(deadline_ns)
+        step = self._blocks_a_piece(handle, arena=arena)
+        parts: list[Bytes] = []
+        sources: list[Masks] = []
+        count = 0
+        while count < len(flat):
+            piece = flat[count : count + step]
+            room = None if out is None else out[count : count + len(piece)]
+            plan = self._fetch_arena if arena else self._get
+            blocks, masks = yield from plan(handle, piece, room, verify=verify, deadline_ns=deadline_ns)
+            if not len(masks):
+                break
+            parts.append(blocks)
+            sources.append(masks)
+            count += len(masks)
+        if out is None:
+            nothing = np.empty((0, handle.geometry.block_bytes), np.uint8)
+            out = parts[0] if len(parts) == 1 else np.concatenate([nothing, *parts])
+        return Fetched(count, out[:count], np.concatenate([NO_MASKS, *sources]))
+
+    def _fetch_arena(
+        self, handle: NamespaceHandle, keys: Keys, out: Bytes | None, *, verify: bool, deadline_ns: int
+    ) -> Plan[tuple[Bytes, Masks]]:
+        lease = yield from self._slots.acquire(handle, keys, ttl_ms=0, verify=False, deadline_ns=deadline_ns)
+        try:
+            if out is None:
+                out = np.empty((lease.count, handle.geometry.block_bytes), np.uint8)
+            good = yield from self._slots.copy_out(lease, out, handle, verify=verify)
+        finally:
+            self._slots.release(lease.number, lease.session_no)
+        return out[:good], lease.sources[:good]
+
+    def _get(
+        self, handle: NamespaceHandle, keys: Keys, out: Bytes | None, *, verify: bool, deadline_ns: int
+    ) -> Plan[tuple[Bytes, Masks]]:
+        received = yield from self._asking.request(
+            [handle], lambda: Get(id=0, namespace=handle.number), (as_frame(keys),), deadline_ns
+        )
+        reply = self._asking.accept(received, GetReply)
+        geometry = handle.geometry
+        if out is None:
+            out = np.empty((reply.count if reply else 0, geometry.block_bytes), np.uint8)
+        if reply is None or received is None:
+            self._counters["lookups_missed_unavailable"] += 1
+            return out[:0], NO_MASKS
+        payload = [np.frombuffer(frame, np.uint8) for frame in received[1][1:]]
+        if len(payload) != reply.count or any(block.size != geometry.block_bytes for block in payload):
+            raise KvtierdError(
+                f"the daemon promised {reply.count} blocks of {geometry.block_bytes} bytes and sent others"
+            )
+        good = yield Work(lambda: self._copy_payload(payload, out, handle, received[1], verify=verify))
+        return out[:good], np.frombuffer(reply.tiers, np.uint8)[:good]
+
+    def _copy_payload(
+        self, payload: list[Bytes], out: Bytes, handle: NamespaceHandle, frames: list[memoryview], *, verify: bool
+    ) -> int:
+        for block, target in zip(payload, out, strict=False):
+            target[:] = block
+        if not verify or not payload:
+            return len(payload)
+        wanted = sums_of(frames, 0, len(payload), handle.geometry.layers)
+        good = leading(self._copier.sum_packed(out[: len(payload)], handle.geometry), wanted)
+        self._counters["blocks_mismatched"] += len(payload) - good
+        return good
+
+
+def as_blocks(blocks: Bytes | Sequence[Bytes], count: int, block_bytes: int) -> list[Bytes]:
+    """Packed blocks as flat uint8 arrays; ValueError naming the one that does not fit."""
+    if len(blocks) != count:
+        raise ValueError(f"{count} keys came with {len(blocks)} blocks")
+    flat = [np.ascontiguousarray(block).reshape(-1).view(np.uint8) for block in blocks]
+    for i, block in enumerate(flat):
+        if block.size != block_bytes:
+            raise ValueError(f"block {i} has {block.size} bytes; its namespace's blocks have {block_bytes}")
+    return flat
