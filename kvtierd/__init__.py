@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from kvtierd.core.geometry import Geometry
     from kvtierd.core.keys import block_keys, foreign_key
     from kvtierd.core.namespace import Namespace
-    from kvtierd.core.version import VERSION as __version__
     from kvtierd.protocol.aio import AsyncClient, AsyncLease, AsyncReservation
     from kvtierd.protocol.client import Client
     from kvtierd.protocol.connection import Unavailable
     from kvtierd.protocol.holds import Lease, Reservation
     from kvtierd.protocol.results import Fetched, Hit, NamespaceHandle, Stored
+
+__version__ = "0.1.0"
 
 __all__ = [
     "AsyncClient",
@@ -59,7 +60,6 @@ _HOMES = {
     "Reservation": "kvtierd.protocol.holds",
     "Stored": "kvtierd.protocol.results",
     "Unavailable": "kvtierd.protocol.connection",
-    "__version__": "kvtierd.core.version",
     "block_keys": "kvtierd.core.keys",
     "foreign_key": "kvtierd.core.keys",
 }
@@ -69,7 +69,7 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), "VERSION" if name == "__version__" else name)
+    value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 
