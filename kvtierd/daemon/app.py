@@ -36,8 +36,11 @@ class Serving(Protocol):
 Compose = Callable[[Settings, Places], AbstractAsyncContextManager[Serving]]
 """Builds every part in order and takes all of them apart in reverse, also when a later one failed."""
 
+Load = Callable[[Settings], Compose]
+"""Imports the code that composes; called with the lock held, because compiling kernels can take seconds."""
 
-async def run(settings: Settings, compose: Compose, *, ready_fd: int = -1, stop_fd: int = -1) -> None:
+
+async def run(settings: Settings, load: Load, *, ready_fd: int = -1, stop_fd: int = -1) -> None:
     """Serve until a signal, or the end of `stop_fd`, says stop. Raises StartupError when it cannot start.
 
     `ready_fd` gets one JSON line, `{"endpoint": ..., "pid": ...}`, once clients are served, and is closed; at a
@@ -52,7 +55,7 @@ async def run(settings: Settings, compose: Compose, *, ready_fd: int = -1, stop_
     try:
         prepare_data(places)
         async with contextlib.AsyncExitStack() as parts:
-            await _serve(parts.enter_async_context(compose(settings, places)), stop, ready_fd, begin_s)
+            await _serve(parts.enter_async_context(load(settings)(settings, places)), stop, ready_fd, begin_s)
     finally:
         lock.release()
     log.info("stopped")

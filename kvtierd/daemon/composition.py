@@ -11,7 +11,6 @@ from kvtierd import __version__
 from kvtierd.config.schema import Settings
 from kvtierd.core.clock import Clock, SystemClock
 from kvtierd.daemon.directories import Places
-from kvtierd.daemon.kernels import choose_cache, load_kernels
 from kvtierd.gpu import open_device
 from kvtierd.gpu.device import Device
 from kvtierd.protocol.server import Server
@@ -45,8 +44,6 @@ class Daemon:
 @contextlib.asynccontextmanager
 async def compose(settings: Settings, places: Places) -> AsyncIterator[Daemon]:
     """Build every part in order; take them apart in reverse. The caller holds the runtime folder's lock."""
-    cache = choose_cache(settings.cache_dir)
-    log.info("kernels loaded in %.2f s; %s", load_kernels(), cache.note)
     clock: Clock = SystemClock()
     async with AsyncExitStack() as parts:
         store = SegmentStore(settings.nvme, clock=clock) if settings.nvme.directory else None

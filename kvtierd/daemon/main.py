@@ -8,13 +8,16 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from kvtierd import __version__
 from kvtierd.config.options import add_options
 from kvtierd.config.schema import Settings
 from kvtierd.core.errors import ExitCode, StartupError
 from kvtierd.telemetry import log
+
+if TYPE_CHECKING:
+    from kvtierd.daemon.app import Compose
 
 EXTRA = frozenset({"aiofiles", "numba", "yaml"})
 """What the extra `daemon` adds; without it only the client is installed."""
@@ -67,11 +70,10 @@ def _main(args: argparse.Namespace) -> int:
 
 def _run(settings: Settings, ready_fd: int, stop_fd: int) -> int:
     from kvtierd.daemon.app import run
-    from kvtierd.daemon.composition import compose
 
     os.umask(UMASK)
     try:
-        asyncio.run(run(settings, compose, ready_fd=ready_fd, stop_fd=stop_fd))
+        asyncio.run(run(settings, _load, ready_fd=ready_fd, stop_fd=stop_fd))
     except StartupError as error:
         logger.error("%s", error)
         return error.exit_code
@@ -79,6 +81,17 @@ def _run(settings: Settings, ready_fd: int, stop_fd: int) -> int:
         logger.exception("this is a bug in kvtierd; please report it")
         return ExitCode.BUG
     return ExitCode.OK
+
+
+def _load(settings: Settings) -> Compose:
+    """Load all code. The first import of a kernel fixes the cache's folder, so that must be chosen before."""
+    from kvtierd.daemon.kernels import choose_cache, load_kernels
+
+    cache = choose_cache(settings.cache_dir)
+    logger.info("kernels loaded in %.2f s; %s", load_kernels(), cache.note)
+    from kvtierd.daemon.composition import compose
+
+    return compose
 
 
 def _parser() -> argparse.ArgumentParser:

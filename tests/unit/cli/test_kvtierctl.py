@@ -74,16 +74,6 @@ def test_errors_of_a_command_become_exit_codes(
     assert capfd.readouterr().err == ("kvtierctl ping: disk gone\n" if code == 74 else "")
 
 
-def test_precompile_names_the_folder(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvtierd.cli.main", "precompile", "--config", "/dev/null"]
-    done = subprocess.run(
-        [*command, "--set", f"cache_dir={tmp_path / 'file' / 'x'}"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert str(tmp_path / "file" / "x") in done.stdout
-    assert list((tmp_path / "file" / "x").rglob("*.nbi"))
-
-
 def test_precompile_into_a_folder_that_cannot_be_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     command = [sys.executable, "-m", "kvtierd.cli.main", "precompile", "--config", "/dev/null"]

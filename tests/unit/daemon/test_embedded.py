@@ -84,6 +84,18 @@ def test_killed_daemon_leaves_nothing_that_stops_the_next(spawn) -> None:
         assert client.ping() > 0
 
 
+def test_start_compiles_nothing_after_precompile(spawn, tmp_path: Path) -> None:
+    folder = tmp_path / "kernels"
+    command = [sys.executable, "-m", "kvtierd.cli.main", "precompile", "--config", os.devnull]
+    done = subprocess.run([*command, f"--set=cache_dir={folder}"], capture_output=True, text=True, check=True)
+    assert f"kernels are cached in {folder}" in done.stdout
+    made = {path: path.stat().st_mtime_ns for path in folder.rglob("*.nb?")}
+    assert made
+    daemon = spawn(cache_dir=folder).start()
+    assert f"kernels are cached in {folder}" in daemon.logs()
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.nb?")} == made
+
+
 def test_wrong_setting_ends_with_78_and_says_which(spawn) -> None:
     with pytest.raises(EmbeddedDaemonError, match=r"exit code 78(.|\n)*host\.watermark: 7 is out of range"):
         spawn(host__watermark=7).start()

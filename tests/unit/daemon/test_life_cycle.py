@@ -57,7 +57,7 @@ class Life:
         ready, ready_fd = os.pipe()
         stop_fd, self._stop = os.pipe()
         self._ready = os.fdopen(ready)
-        self.task = asyncio.create_task(run(settings, parts.compose, ready_fd=ready_fd, stop_fd=stop_fd))
+        self.task = asyncio.create_task(run(settings, lambda _: parts.compose, ready_fd=ready_fd, stop_fd=stop_fd))
 
     async def ready(self) -> dict:
         return json.loads(await asyncio.to_thread(self._ready.readline))
@@ -145,7 +145,7 @@ def test_case_06_second_daemon_is_refused_before_anything_is_built(settings: Set
         socket_of_the_first = Path(first.endpoint.removeprefix("ipc://"))
         socket_of_the_first.write_text("")
         with pytest.raises(StartupError) as caught:
-            await run(settings, second.compose)
+            await run(settings, lambda _: second.compose)
         assert caught.value.exit_code == ExitCode.LOCKED
         assert second.events == []
         assert socket_of_the_first.exists()
