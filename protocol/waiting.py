@@ -26,8 +26,10 @@ GRACE_NS = 5_000_000
 """How long a later call waits where the daemon is away or owes answers."""
 SLICE_NS = 20_000_000
 """Longest sleep while a connection comes up: ZeroMQ tells of it, but only by an edge."""
-MAX_UNANSWERED = 512
-"""Requests of one batch sent before replies are taken in; under ZeroMQ's high-water mark."""
+MAX_UNANSWERED = 256
+"""Requests of one batch sent before replies are taken in. ZeroMQ counts a message against its high-water mark until
+the other side has told, and it tells every half mark: with 499 read but untold, 512 more would pass the mark of 1000,
+the send would fail and the session be lost."""
 MARGIN_NS = 20_000_000
 """Most by which the daemon's deadline is before the caller's."""
 
