@@ -1,0 +1,138 @@
+"""What the index does by itself, as numbers: for `kvtierctl bench index`, which adds the goals and the table.
+
+Nothing here is on the daemon's path. Keys are random, as hashes are; every function takes the number of keys, so that
+a small machine can run a small one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.index.block_table import BlockTable
+from kvtierd.index.layout import LINE_BYTES, Keys
+from kvtierd.index.memory import reserve
+from kvtierd.index.page_table import PageTable
+
+NAMESPACE = 7
+BATCH = 4096
+"""Keys a call: a long prompt's. A call then costs little beside its lookups."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Growth:
+    """What inserting block after block, in batches of 32, showed."""
+
+    inserts_per_second: float
+    pause_ms: float
+    """Longest call of `alloc` and `insert` for one batch, in wall time."""
+    cpu_pause_ms: float
+    """The same in processor time of this thread: without the time that other processes had the core."""
+    load_before_growth: float
+    """Share of slots taken when growth last began."""
+    stashed_max: int
+    refused: int
+
+
+def filled(keys: Keys, capacity: int | None = None) -> tuple[BlockTable, PageTable]:
+    """A block table and a page table with `keys`, with room for `capacity` blocks (their number if None)."""
+    blocks = BlockTable(capacity or len(keys))
+    pages = PageTable(blocks)
+    for begin in range(0, len(keys), BATCH):
+        batch = keys[begin : begin + BATCH]
+        rows = blocks.alloc(len(batch))
+        blocks.key[rows], blocks.namespace[rows] = batch, NAMESPACE
+        if (pages.insert(rows) != -1).any():
+            raise RuntimeError(f"the page table refused one of the keys {begin}..{begin + len(batch)}")
+    return blocks, pages
+
+
+def random_keys(count: int, seed: int) -> Keys:
+    """`count` keys, [count, 32] uint8."""
+    return np.random.default_rng(seed).integers(0, 256, (count, 32), np.uint8)
+
+
+class LookupBench:
+    """A table of `count` keys that is 95% full, and `probes` keys to look up of which `hit_share` are in it."""
+
+    def __init__(self, count: int, probes: int = 1 << 20, hit_share: float = 0.9, *, with_dict: bool = False) -> None:
+        keys = random_keys(count, 1)
+        self.blocks, self.pages = filled(keys)
+        self._probes = _probes(keys, probes, hit_share)
+        self._hits = int((self.pages.lookup(self._probes, NAMESPACE) >= 0).sum())
+        lines = count * (self.blocks.bytes_per_block() + self.pages.bytes_per_block()) / LINE_BYTES
+        self._lines: npt.NDArray[np.uint64] = reserve((int(lines), LINE_BYTES // 8), np.uint64)
+        self._lines[:] = 1  # Written, so that it has memory of its own and not the kernel's page of zeros.
+        self._picked = np.random.default_rng(3).integers(0, len(self._lines), probes)
+        self._dict: dict[bytes, int] = {key.tobytes(): row for row, key in enumerate(keys)} if with_dict else {}
+        self._names = [key.tobytes() for key in self._probes] if with_dict else []
+
+    def lookups_per_second(self) -> float:
+        """Keys a second, on one core, whole key and namespace verified."""
+        hits, begin = 0, time.perf_counter()
+        for at in range(0, len(self._probes), BATCH):
+            hits += int(np.count_nonzero(self.pages.lookup(self._probes[at : at + BATCH], NAMESPACE) >= 0))
+        seconds = time.perf_counter() - begin
+        if hits != self._hits:
+            raise RuntimeError(f"{hits} of {self._hits} keys were found")
+        return len(self._probes) / seconds
+
+    def gathered_lines_per_second(self) -> float:
+        """Cache lines a second that NumPy gathers at random from as much memory, one for each key looked up."""
+        out = np.empty((BATCH, LINE_BYTES // 8), np.uint64)
+        begin = time.perf_counter()
+        for at in range(0, len(self._picked), BATCH):
+            np.take(self._lines, self._picked[at : at + BATCH], axis=0, out=out[: len(self._picked) - at], mode="clip")
+        return len(self._picked) / (time.perf_counter() - begin)
+
+    def dict_lookups_per_second(self) -> float:
+        """Keys a second of a Python dict with the same keys as bytes."""
+        find, begin = self._dict.get, time.perf_counter()
+        hits = sum(find(name) is not None for name in self._names)
+        seconds = time.perf_counter() - begin
+        if hits != self._hits:
+            raise RuntimeError(f"the dict has {hits} of {self._hits} keys; was it made with with_dict=True?")
+        return len(self._names) / seconds
+
+    def bytes_per_block(self) -> float:
+        """RAM per block, everything counted: record, checksum, free list, page table."""
+        return self.blocks.bytes_per_block() + self.pages.bytes_per_block()
+
+
+def _probes(keys: Keys, count: int, hit_share: float) -> Keys:
+    rng = np.random.default_rng(2)
+    probes = keys[rng.integers(0, len(keys), count)]
+    missing = rng.random(count) >= hit_share
+    probes[missing] = rng.integers(0, 256, (int(missing.sum()), 32), np.uint8)
+    return probes
+
+
+def growth(start: int, end: int, batch: int = 32) -> Growth:
+    """Grow from `start` to `end` blocks, `batch` at a time, in tables that could take as many again."""
+    keys = random_keys(end, 4)
+    blocks, pages = filled(keys[:start], capacity=2 * end)
+    wall_ns, cpu_ns, load, stashed = [], [], 0.0, 0
+    before = pages.stats()
+    for begin in range(start, end, batch):
+        added = keys[begin : begin + batch]
+        wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
+        rows = blocks.alloc(len(added))
+        blocks.key[rows], blocks.namespace[rows] = added, NAMESPACE
+        pages.insert(rows)
+        cpu_ns.append(time.thread_time_ns() - cpu)
+        wall_ns.append(time.perf_counter_ns() - wall)
+        after = pages.stats()
+        if after["splits"] > before["splits"] and before["load"] > load:
+            load = before["load"]
+        stashed, before = max(stashed, int(after["stashed"])), after
+    return Growth(
+        inserts_per_second=(end - start) / (sum(wall_ns) / 1e9),
+        pause_ms=max(wall_ns) / 1e6,
+        cpu_pause_ms=max(cpu_ns) / 1e6,
+        load_before_growth=load,
+        stashed_max=stashed,
+        refused=int(before["refused"]),
+    )
