@@ -1,9 +1,9 @@
 """`kvtierctl bench protocol`: lookups of 32 keys against a bare pyzmq asyncio ROUTER that echoes frames of that size.
 
 What is compared: the same synchronous process is the client of both. For the daemon it calls `Client.lookup_many`,
-which encodes each request, keeps up to 512 of them unanswered, decodes and pairs the replies; every lookup finds its
-32 blocks. For the echo it does the same sends and receives on a DEALER socket of the same kind, 512 unanswered at
-most, with frames encoded beforehand: a header frame as long as a real lookup's and 1,024 bytes of keys there, one
+which encodes each request, keeps at most `MAX_UNANSWERED` in flight, decodes and pairs the replies; every lookup finds
+its 32 blocks. For the echo it does the same sends and receives on a DEALER socket of the same kind, with as many in
+flight at most and frames encoded beforehand: a header as long as a real lookup's and 1,024 bytes of keys there, one
 frame as long as a real reply back. Both servers are processes of their own; the echo parses nothing and looks nothing
 up. So the ratio is what identity, checks and the page table cost on top of sockets and loop.
 """
