@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
 def table(stats: Mapping[str, Any], *, explain: bool = False) -> str:
     """One line a value, names aligned; sizes are repeated as people write them."""
     width = max(map(len, stats), default=0)
-    return "\n".join(_row(name, value, width, explain=explain) for name, value in sorted(stats.items()))
+    said = meanings() if explain else {}
+    return "\n".join(_row(name, value, width, said.get(name, "")) for name, value in sorted(stats.items()))
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -53,7 +54,16 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f"{time.strftime('%H:%M:%S')} {', '.join(moved) or 'nothing changed'}"
 
 
-def _row(name: str, value: Any, width: int, *, explain: bool) -> str:
+def _row(name: str, value: Any, width: int, meaning: str) -> str:
     shown = f"{value} ({format_bytes(value)})" if name.endswith("_bytes") and isinstance(value, int) else str(value)
-    meaning = METRICS[name].meaning if explain and name in METRICS else ""
     return f"{name:<{width}}  {shown:<28}  {meaning}".rstrip()
+
+
+def meanings() -> dict[str, str]:
+    """What each value means; those of the store only where the extra `daemon` is installed."""
+    found = {name: metric.meaning for name, metric in METRICS.items()}
+    try:
+        from kvtierd.storage.stats import COUNTERS, GAUGES
+    except ModuleNotFoundError:
+        return found
+    return {**{f"nvme_{name}": meaning for name, meaning in (COUNTERS | GAUGES).items()}, **found}

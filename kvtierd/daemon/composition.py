@@ -11,6 +11,7 @@ from kvtierd import __version__
 from kvtierd.config.schema import Settings
 from kvtierd.core.clock import Clock, SystemClock
 from kvtierd.daemon.directories import Places
+from kvtierd.daemon.report import reporter
 from kvtierd.gpu import open_device
 from kvtierd.gpu.device import Device
 from kvtierd.protocol.server import Server
@@ -58,6 +59,7 @@ async def compose(settings: Settings, places: Places) -> AsyncIterator[Daemon]:
             clock=clock,
             name=f"kvtierd {__version__}",
         )
+        manager.reports.append(reporter(server))
         parts.push_async_callback(server.close)
         await server.start(replace_stale=True)
         yield Daemon(manager, server)

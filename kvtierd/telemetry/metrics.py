@@ -1,5 +1,7 @@
 """Every statistic of the daemon as one row: name, type, meaning. Names end in their unit; blocks and counts have none.
 
+What the store counts (`nvme_…`) has its rows in kvtierd.storage.stats.
+
 A counter only grows while the daemon lives; a gauge goes up and down; a text is what it says.
 """
 
@@ -7,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Literal
+
+from kvtierd.core.errors import ErrorCode
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,11 +39,13 @@ _ROWS = (
     Metric("gpu_evicted_blocks", "counter", "copies dropped from the gpu tier to make room"),
     Metric("gpu_corrupt_blocks", "counter", "blocks of the gpu tier that failed their checksum; they are dropped"),
     Metric("nvme_blocks", "gauge", "blocks with a copy on disk"),
-    Metric("nvme_written_blocks", "counter", "blocks written behind to disk"),
-    Metric("nvme_written_bytes", "counter", "bytes of these, headers included"),
-    Metric("nvme_failed_writes", "counter", "blocks that the disk refused; they stay in host only"),
-    Metric("nvme_dropped_stores", "counter", "blocks not written because the queue to the disk was full"),
-    Metric("nvme_read_bytes", "counter", "bytes onboarded from disk"),
+    Metric("offloaded_blocks", "counter", "blocks written behind to disk"),
+    Metric("offloaded_bytes", "counter", "bytes of these, headers included"),
+    Metric("offload_failed_blocks", "counter", "blocks that the disk refused; they stay in host only"),
+    Metric("offload_dropped_blocks", "counter", "blocks not written because the queue to the disk was full"),
+    Metric("onboarded_bytes", "counter", "bytes onboarded from disk"),
+    Metric("onboard_failed_blocks", "counter", "blocks that the disk could not read now; they may be read later"),
+    Metric("onboard_corrupt_blocks", "counter", "blocks on disk that failed their checksum; they are dropped"),
     Metric("nvme_reclaimed_blocks", "counter", "copies lost because their segment was recycled"),
     Metric("write_queue_bytes", "gauge", "bytes waiting to be written to disk"),
     # What clients did
@@ -63,7 +69,25 @@ _ROWS = (
     Metric("quarantined_blocks", "counter", "blocks whose reservation outlived its time"),
     Metric("pinned_bytes", "gauge", "slots that pins hold"),
     Metric("namespaces", "gauge", "namespaces known"),
-    # Life
+    # The server
+    Metric("server_sessions", "gauge", "clients now"),
+    Metric("server_sessions_opened_total", "counter", "sessions opened"),
+    Metric("server_requests_total", "counter", "requests taken up"),
+    Metric("server_received_bytes_total", "counter", "bytes of these, payload in frames included"),
+    Metric("server_sent_bytes_total", "counter", "bytes of replies"),
+    Metric("server_replies_dropped_total", "counter", "replies that their client did not take"),
+    Metric("server_arena_attached_total", "counter", "processes that attached to the arena"),
+    Metric("server_arena_refused_total", "counter", "peers that the arena socket turned away"),
+    Metric("server_arena_accept_errors_total", "counter", "connections to the arena socket that failed at once"),
+    *(
+        Metric(f"server_errors_{code}_total", "counter", f"requests answered with the error {code}")
+        for code in ErrorCode
+    ),
+    # The process
+    Metric("daemon_version", "text", "version of the package"),
+    Metric("daemon_pid", "gauge", "process id"),
+    Metric("daemon_uptime_s", "gauge", "seconds since it was ready"),
+    Metric("daemon_resident_bytes", "gauge", "resident memory of the process, mapped libraries included"),
     Metric("recovered_blocks", "counter", "blocks found on disk at start"),
     Metric("recovery_dropped_blocks", "counter", "extents not taken up at start: torn, corrupt or superseded"),
     Metric("memory_error", "text", "why the host tier is smaller than configured, or empty"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,7 @@ class TierManager:
         pinned_max = int(settings.host.capacity * settings.leases.max_pinned_share)
         self._admin = Admin(self.copies, self._onboarder, self._write_behind, pinned_max)
         self._ticker: asyncio.Task[None] | None = None
+        self.reports: list[Callable[[], Mapping[str, Any]]] = []
         self._handlers = self._table()
 
     async def start(self) -> None:
@@ -143,7 +144,7 @@ class TierManager:
         """A client's sockets are gone: its leases and pins end, its reservations are quarantined."""
         self._reads.session_ended(session)
         self._admin.session_ended(session)
-        self._writes.session_detached(session)
+        session.quarantined = self._writes.session_detached(session)
 
     def process_gone(self, session: Session) -> None:
         """A client's process has ended: everything of it is free again."""
@@ -161,7 +162,7 @@ class TierManager:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Counters and gauges by name."""
+        """Counters and gauges by name; `reports` adds those of parts that the manager does not know."""
         copies = self.copies
         gauges: dict[str, Any] = {
             "host_capacity_bytes": self.settings.host.capacity,
@@ -179,7 +180,8 @@ class TierManager:
             "memory_error": self._room.memory_error,
         }
         store = {f"nvme_{name}": value for name, value in self._store.stats().items()} if self._store else {}
-        return {**gauges, **copies.tier_counts(), **store, **copies.counters}
+        more = {name: value for report in self.reports for name, value in report().items()}
+        return {**gauges, **copies.tier_counts(), **store, **copies.counters, **more}
 
     def _table(self) -> dict[type, Handler]:
         """Who serves what."""

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from kvtierd import Client
+from kvtierd import Client, Geometry, Namespace, block_keys
+from kvtierd.cli.stat import meanings
 from kvtierd.daemon.embedded import EmbeddedDaemon, EmbeddedDaemonError
 
 SMALL = {"host__capacity": "8MiB", "host__chunk_bytes": "4MiB", "gpu__capacity": "4MiB", "nvme__segment_bytes": "4MiB"}
@@ -55,6 +57,23 @@ def test_it_serves_stops_with_0_and_starts_again_on_the_same_endpoint(spawn) -> 
     assert daemon.restart().endpoint == endpoint
     assert daemon.logs().count("READY on") == 3
     assert "ERROR" not in daemon.logs()
+
+
+def test_every_statistic_has_a_row_with_its_meaning(spawn) -> None:
+    daemon = spawn().start()
+    with Client(daemon.endpoint, timeout_s=5) as client:
+        namespace = client.register(
+            Namespace(model="m", geometry=Geometry(block_size=16, layers=2, kv_heads=2, k_dim=64, v_dim=64))
+        )
+        keys = block_keys(namespace.namespace.digest(), list(range(64)), 16)
+        client.store(namespace, keys, np.ones((4, namespace.namespace.geometry.block_bytes), np.uint8), timeout_s=10)
+        client.flush(timeout_s=10)
+        assert client.lookup(namespace, keys).count == 4
+        stats = client.stats()
+    assert stats["committed_blocks"] == 4
+    assert stats["daemon_pid"] == daemon.pid
+    assert stats["server_requests_total"] > 4
+    assert set(stats) - set(meanings()) == set()
 
 
 def test_case_06_second_daemon_on_a_runtime_folder_is_refused_and_the_first_serves_on(spawn) -> None:

@@ -1,0 +1,33 @@
+"""What the daemon says of itself among its statistics: the process and its server."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvtierd import __version__
+from kvtierd.protocol.server import Server
+
+_STATM = Path("/proc/self/statm")
+_PAGE_BYTES = os.sysconf("SC_PAGESIZE")
+
+
+def reporter(server: Server) -> Callable[[], Mapping[str, Any]]:
+    """A function that reads the numbers now; every name is a row of kvtierd.telemetry.metrics."""
+    begin_s = time.monotonic()
+
+    def read() -> Mapping[str, Any]:
+        return {
+            "daemon_version": __version__,
+            "daemon_pid": os.getpid(),
+            "daemon_uptime_s": int(time.monotonic() - begin_s),
+            "daemon_resident_bytes": int(_STATM.read_text().split()[1]) * _PAGE_BYTES,
+            "server_sessions": len(server.sessions),
+            "server_sessions_opened_total": server.sessions.opened_total,
+            **{f"server_{name}": value for name, value in server.counters.items()},
+        }
+
+    return read
