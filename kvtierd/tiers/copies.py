@@ -16,6 +16,7 @@ from kvtierd.gpu.slot_pool import NO_SLOT, SlotClass, Slots
 from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME, TIERS, Tier
 from kvtierd.storage.interface import Extent
 from kvtierd.storage.layout import block_header_bytes
+from kvtierd.telemetry.metrics import METRICS
 from kvtierd.tiers.blocks import GONE, RESIDENT, Blocks, Rows
 from kvtierd.tiers.gpu_tier import GpuTier
 from kvtierd.tiers.host_tier import HostTier
@@ -46,7 +47,8 @@ class Copies:
         self.gpu = gpu
         self.events = events
         self.namespaces = NamespaceTable()
-        self.counters: collections.Counter[str] = collections.Counter()
+        counters = {name: 0 for name, metric in METRICS.items() if metric.kind == "counter"}
+        self.counters: collections.Counter[str] = collections.Counter(counters)
         self.dead_extents: list[tuple[bytes, bytes, Extent]] = []
         """Extents of forgotten blocks that wait for their tombstones."""
 

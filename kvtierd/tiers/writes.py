@@ -142,11 +142,13 @@ class Writes:
             if not reservation.quarantined:
                 self._quarantine(reservation)
 
-    def session_detached(self, session: Session) -> None:
-        """The client is gone or silent, its process may not be: quarantine what it might still write."""
-        for reservation in self.reservations.of_session(session.id):
-            if session.attached and not reservation.quarantined:
+    def session_detached(self, session: Session) -> int:
+        """The client is gone or silent, its process may not be: quarantine what it might still write; how many."""
+        mine = self.reservations.of_session(session.id) if session.attached else []
+        for reservation in mine:
+            if not reservation.quarantined:
                 self._quarantine(reservation)
+        return len(mine)
 
     def process_gone(self, session: Session) -> None:
         """Nobody can write any more: give everything back."""

@@ -11,6 +11,7 @@ from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.namespace import Namespace
 from kvtierd.protocol import messages as m
+from kvtierd.telemetry.metrics import METRICS
 from kvtierd.testing.memory_store import MemoryStore
 from kvtierd.testing.rig import SHAPE, Rig, make_keys, pattern, reply_of, small_settings
 
@@ -304,3 +305,11 @@ def test_without_a_gpu_tier_prefetch_to_it_says_so():
         assert caught.value.code == ErrorCode.UNAVAILABLE
 
     run(scenario, settings=no_gpu)
+
+
+def test_every_statistic_has_its_row_and_every_row_its_statistic():
+    async def scenario(rig, _session, _ns):
+        mine = {name for name in rig.manager.stats() if not name.startswith("nvme_") or name in METRICS}
+        assert mine == set(METRICS)
+
+    run(scenario, store=MemoryStore())
