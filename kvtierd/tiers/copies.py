@@ -47,8 +47,8 @@ class Copies:
         self.gpu = gpu
         self.events = events
         self.namespaces = NamespaceTable()
-        counters = {name: 0 for name, metric in METRICS.items() if metric.kind == "counter"}
-        self.counters: collections.Counter[str] = collections.Counter(counters)
+        mine = [name for name, row in METRICS.items() if row.kind == "counter" and not name.startswith("server_")]
+        self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(mine, 0))
         self.dead_extents: list[tuple[bytes, bytes, Extent]] = []
         """Extents of forgotten blocks that wait for their tombstones."""
 
