@@ -80,7 +80,7 @@ class Appender:
             self._close_run(submit)
             assert segment.life is not None
             self._run = Run(segment, segment.life)
-        draft.segment, draft.offset = segment.number, segment.head
+        draft.segment, draft.life, draft.offset = segment.number, segment.life, segment.head
         draft.sequence = self._ring.sequences.take()
         segment.head += draft.length
         if draft.item is not None:

@@ -46,7 +46,7 @@ def decode_header(page: Bytes, segment: int, uuid: bytes) -> Life | None:
 class RowState(enum.IntEnum):
     """Where a block's row stands."""
 
-    PENDING = 0  # placed, its write is not done
+    PENDING = 0  # placed, its write is not acknowledged
     LIVE = 1
     DEAD = 2  # failed, deleted, or about to be recycled
 
@@ -155,6 +155,10 @@ class Segment:
     def is_live(self, row: int) -> bool:
         """Whether a row's block can be read."""
         return self.rows.states[row] == RowState.LIVE
+
+    def is_pending(self, row: int) -> bool:
+        """Whether a row's block is still on its way."""
+        return self.rows.states[row] == RowState.PENDING
 
     def set_live(self, row: int) -> None:
         """A block's write is done: it can be read."""

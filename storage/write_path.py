@@ -46,7 +46,7 @@ class WritePath:
             except StorageError as error:
                 return [error] * len(items)
         await self._append([*self._take_pending(), *drafts])
-        return [draft.error or Extent(draft.segment, draft.offset, draft.length) for draft in drafts]
+        return [self._acknowledge(draft) for draft in drafts]
 
     async def delete(self, items: Sequence[tuple[bytes, bytes, Extent]]) -> None:
         """Forget blocks at once and append their tombstones; see BlockStore.delete."""
@@ -77,14 +77,14 @@ class WritePath:
 
         Returns (tag, extent) of these, to be announced. Their kills, and those of tombstones, are owed again.
         """
-        gone = [(row, kill) for row, kill in unsynced.blocks if segment.is_live(row)]
-        for row, _ in gone:
+        gone = [row for row, _ in unsynced.blocks if segment.is_live(row)]
+        for row, _ in unsynced.blocks:
             segment.set_dead(row)
-        self._pending_kills += [*(kill for _, kill in gone), *unsynced.kills]
+        self._pending_kills += [*(kill for _, kill in unsynced.blocks), *unsynced.kills]
         if segment is self._ring.active:
             self._ring.seal()
         self._counters["lost_in_sync"] += len(gone)
-        return [(segment.rows.tags[row], segment.extent(row)) for row, _ in gone]
+        return [(segment.rows.tags[row], segment.extent(row)) for row in gone]
 
     def _draft(self, item: WriteItem) -> Draft:
         draft = block_draft(item)
@@ -135,10 +135,6 @@ class WritePath:
 
     def _enter(self, segment: Segment, draft: Draft) -> None:
         """Enter one record's outcome in the books."""
-        if draft.error is None and segment.retiring:
-            draft.error = StorageError(
-                "its segment was recycled before the batch was done: the store is too small for it"
-            )
         if draft.error is not None:
             self._enter_failure(segment, draft, draft.error)
             return
@@ -146,9 +142,22 @@ class WritePath:
         if draft.item is None:
             segment.unsynced.kills.extend(draft.kills)
             return
-        segment.set_live(draft.row)
         segment.unsynced.blocks.append((draft.row, (draft.item.namespace, draft.item.key, draft.sequence)))
+
+    def _acknowledge(self, draft: Draft) -> Extent | StorageError:
+        """Make a written block readable, on the way to the caller: until now its extent could not be announced to him.
+
+        Meanwhile its segment may have been recycled, by a batch too large for the store, or put in doubt by a sync.
+        """
+        if draft.error is not None:
+            return draft.error
+        segment = self._ring.get(draft.segment)
+        if segment is None or segment.life is not draft.life or segment.retiring or not segment.is_pending(draft.row):
+            self._counters["failed_writes"] += 1
+            return StorageError(f"segment {draft.segment} was given up before the batch of this block was done")
+        segment.set_live(draft.row)
         self._counters["written_blocks"] += 1
+        return segment.extent(draft.row)
 
     def _enter_failure(self, segment: Segment, draft: Draft, error: StorageError) -> None:
         """What a failed record leaves to do; nothing where its segment is being recycled, which ends it for good."""

@@ -42,6 +42,7 @@ class Draft:
     item: WriteItem | None = None
     kills: Sequence[Kill] = dataclasses.field(default=())
     segment: int = -1
+    life: Life | None = None
     offset: int = 0
     sequence: int = 0
     row: int = -1

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from kvtierd.core.errors import CorruptionError, StorageError
-from kvtierd.storage import Extent
 from tests.unit.storage.blocks import LARGE, ODD, Block, by_key, namespace, opened, put, readable, run
 
 

@@ -1,0 +1,201 @@
+"""An I/O engine that fails on demand: every call is numbered, and a plan says what goes wrong with it.
+
+    io = FaultyIo(PosixIo(), fail_call(7, Fault(errno.EIO)))
+
+A plan sees each call before it is made and returns a Fault or None. Replaying a run means giving the same plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from kvtierd.core.checksum import Bytes
+from kvtierd.storage.interface import IoMode
+from kvtierd.storage.io import SegmentFile, Space, StorageIo
+
+Operation = Literal["create", "open", "read", "write", "sync", "remove", "sync_directory"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """A call to the engine: its number from 0, what it does, on which file, and where (0 bytes where that is moot)."""
+
+    number: int
+    operation: Operation
+    name: str
+    offset: int = 0
+    length: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong: after `bytes_moved` bytes the call raises `errno`, or returns short where `errno` is 0.
+
+    A write that raises after some bytes is torn: they are on the disk, and the caller is told of a failure. With
+    `bytes_moved` None all bytes are moved before it raises.
+    """
+
+    errno: int = errno.EIO
+    bytes_moved: int | None = 0
+
+    def raise_if_error(self) -> None:
+        """Raise the OSError."""
+        if self.errno:
+            raise OSError(self.errno, os.strerror(self.errno))
+
+
+Plan = Callable[[Call], Fault | None]
+
+
+def fail_call(number: int, fault: Fault) -> Plan:
+    """A plan in which one call goes wrong."""
+    return lambda call: fault if call.number == number else None
+
+
+def fail_operation(operation: Operation, fault: Fault) -> Plan:
+    """A plan in which every call of a kind goes wrong."""
+    return lambda call: fault if call.operation == operation else None
+
+
+class FaultyIo:
+    """A StorageIo around another. `plan` may be changed at any time; `calls` lists what was called so far."""
+
+    def __init__(self, inner: StorageIo, plan: Plan | None = None) -> None:
+        self.inner = inner
+        self.plan = plan
+        self.calls: list[Call] = []
+        self._guard = threading.Lock()
+
+    @property
+    def mode(self) -> IoMode:
+        """The inner engine's mode."""
+        return self.inner.mode
+
+    @mode.setter
+    def mode(self, mode: IoMode) -> None:
+        self.inner.mode = mode
+
+    @property
+    def notes(self) -> list[str]:
+        """The inner engine's notes."""
+        return self.inner.notes
+
+    @notes.setter
+    def notes(self, notes: list[str]) -> None:
+        self.inner.notes = notes
+
+    def fault_of(self, operation: Operation, name: str, offset: int = 0, length: int = 0) -> Fault | None:
+        """Number a call and ask the plan about it."""
+        with self._guard:
+            call = Call(len(self.calls), operation, name, offset, length)
+            self.calls.append(call)
+        return self.plan(call) if self.plan is not None else None
+
+    def _before(self, operation: Operation, path: Path) -> None:
+        if (fault := self.fault_of(operation, path.name)) is not None:
+            fault.raise_if_error()
+
+    def probe(self, directory: Path) -> None:
+        """Passed through: what is probed is the inner engine."""
+        self.inner.probe(directory)
+
+    def names(self, directory: Path) -> list[str]:
+        """Passed through."""
+        return self.inner.names(directory)
+
+    def create(self, path: Path, size_bytes: int) -> SegmentFile:
+        """Make a file, or fail before it exists."""
+        self._before("create", path)
+        return FaultyFile(self, self.inner.create(path, size_bytes), path.name)
+
+    def open(self, path: Path) -> SegmentFile:
+        """Open a file, or fail."""
+        self._before("open", path)
+        return FaultyFile(self, self.inner.open(path), path.name)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, or fail before it is gone."""
+        self._before("remove", path)
+        self.inner.remove(path)
+
+    def sync_directory(self, directory: Path) -> None:
+        """Sync the directory, or fail before."""
+        self._before("sync_directory", directory)
+        self.inner.sync_directory(directory)
+
+    def space(self, directory: Path) -> Space:
+        """Passed through."""
+        return self.inner.space(directory)
+
+
+class FaultyFile:
+    """A SegmentFile around another."""
+
+    def __init__(self, io: FaultyIo, inner: SegmentFile, name: str) -> None:
+        self._io = io
+        self._inner = inner
+        self._name = name
+
+    @property
+    def alignment(self) -> int:
+        """The inner file's alignment."""
+        return self._inner.alignment
+
+    def size_bytes(self) -> int:
+        """Passed through."""
+        return self._inner.size_bytes()
+
+    def allocated_bytes(self) -> int:
+        """Passed through."""
+        return self._inner.allocated_bytes()
+
+    def read(self, buffers: Sequence[Bytes], offset: int) -> int:
+        """Read all, part, or nothing."""
+        return self._transfer("read", self._inner.read, buffers, offset)
+
+    def write(self, buffers: Sequence[Bytes], offset: int) -> int:
+        """Write all, part, or nothing."""
+        return self._transfer("write", self._inner.write, buffers, offset)
+
+    def _transfer(
+        self,
+        operation: Operation,
+        transfer: Callable[[Sequence[Bytes], int], int],
+        buffers: Sequence[Bytes],
+        offset: int,
+    ) -> int:
+        length = sum(buffer.size for buffer in buffers)
+        fault = self._io.fault_of(operation, self._name, offset, length)
+        if fault is None:
+            return transfer(buffers, offset)
+        wanted = length if fault.bytes_moved is None else min(fault.bytes_moved, length)
+        moved = transfer(_first(buffers, wanted), offset) if wanted else 0
+        fault.raise_if_error()
+        return moved
+
+    def sync(self) -> None:
+        """Sync, or fail before."""
+        if (fault := self._io.fault_of("sync", self._name)) is not None:
+            fault.raise_if_error()
+        self._inner.sync()
+
+    def close(self) -> None:
+        """Passed through."""
+        self._inner.close()
+
+
+def _first(buffers: Sequence[Bytes], count: int) -> list[Bytes]:
+    """The first `count` bytes of a list of buffers, as views."""
+    head: list[Bytes] = []
+    for buffer in buffers:
+        if count <= 0:
+            break
+        head.append(buffer[:count])
+        count -= buffer.size
+    return head
