@@ -217,7 +217,7 @@ class FakeService:
                     self._mine(session, self.leases, number)
                 for number in set(numbers):
                     self._end_lease(self.leases.pop(number))
-                return Answer(CountReply(id=0, count=len(numbers)))
+                return Answer(OkReply(id=0))
             case Put():
                 return self._put(self._space(session, request.namespace), frames)
             case Get():

@@ -184,6 +184,7 @@ class Rig:
             slots = column[rows]
             assert np.unique(slots).size == slots.size, "two blocks share a slot"
             assert (tier.pool.row[slots] == rows).all(), "a slot's row is not its block"
+            assert copies.blocks.copies[m.TIER_HOST if tier is copies.host else m.TIER_GPU] == rows.size
             assert (tier.pool.holds >= 0).all(), "holds went negative"
             for cls in tier.pool.classes:
                 mine = np.concatenate([tier.pool.slots_of(slab) for slab in cls.slabs] or [np.empty(0, np.int32)])

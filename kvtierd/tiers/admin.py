@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import numpy as np
@@ -79,21 +80,24 @@ class Admin:
         self._forget(entry, rows)
         return Answer(CountReply(id=0, count=rows.size))
 
-    def purge(self, session: Session, request: Purge, frames: Frames) -> Answer:
-        """Forget a namespace, or drop its copies in some tiers where another copy remains."""
+    async def purge(self, session: Session, request: Purge, frames: Frames) -> Answer:
+        """Forget a namespace, or drop its copies in some tiers where another copy remains; others go on meanwhile."""
         need_frames(frames, 0)
+        if "nvme" in request.tiers:
+            raise RequestError(ErrorCode.BAD_ARGUMENT, "purge of nvme copies alone is not offered; delete the blocks")
         if request.namespace:
             entries = [namespace_of(session, request.namespace)]
         else:
             entries = [entry for entry in self._copies.namespaces.entries if entry.tenant == session.tenant]
         count = 0
         for entry in entries:
-            rows = self._copies.blocks.of_namespace(entry.number)
-            if request.tiers:
-                count += sum(self._thin(entry, rows, tier) for tier in request.tiers)
-            else:
-                self._forget(entry, rows)
-                count += rows.size
+            for rows in self._copies.blocks.of_namespace(entry.number):
+                if request.tiers:
+                    count += sum(self._thin(entry, rows, tier) for tier in request.tiers)
+                else:
+                    self._forget(entry, rows)
+                    count += rows.size
+                await asyncio.sleep(0)
         return Answer(CountReply(id=0, count=count))
 
     async def flush(self, _session: Session, _request: Flush, frames: Frames) -> Answer:
@@ -130,8 +134,6 @@ class Admin:
         """Drop copies in one tier of blocks that have another copy and are not in use there."""
         copies = self._copies
         rows = copies.keep_elsewhere(rows, tier)
-        if tier == "nvme":
-            raise RequestError(ErrorCode.BAD_ARGUMENT, "purge of nvme copies alone is not offered; delete the blocks")
         column = copies.blocks.table.host_slot if tier == "host" else copies.blocks.table.gpu_slot
         tier_slots = copies.host if tier == "host" else copies.gpu
         assert tier_slots is not None or not rows.size, "a gpu copy without a gpu tier"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -23,12 +24,18 @@ GONE: Final = 32
 """Forgotten while a move still names the row; freed with the last move."""
 
 
+PIECE_ROWS = 4096
+"""Rows looked at in one piece of a pass over the table: well under a millisecond."""
+
+
 class Blocks:
     """Rows of the block table by key. The `flags` column holds the residency mask and the marks above."""
 
     def __init__(self, capacity: int) -> None:
         self.table = BlockTable(capacity)
         self.pages = PageTable(self.table)
+        self.copies = dict.fromkeys((TIER_GPU, TIER_HOST, TIER_NVME), 0)
+        """How many blocks have a copy in each tier."""
 
     def find_prefix(self, keys: Keys, namespace: int) -> Rows:
         """Rows of the leading run of visible blocks."""
@@ -69,12 +76,14 @@ class Blocks:
         return rows, absent
 
     def mark(self, rows: Rows, tier: int) -> None:
-        """The blocks have a copy in a tier."""
+        """The blocks have a copy in a tier now, and had none there."""
         self.table.flags[rows] |= np.uint8(tier)
+        self.copies[tier] += rows.size
 
     def unmark(self, rows: Rows, tier: int) -> None:
-        """The blocks have no copy in a tier any more."""
+        """The blocks had a copy in a tier and have none there any more."""
         self.table.flags[rows] &= np.uint8(~tier & 0xFF)
+        self.copies[tier] -= rows.size
 
     def hide(self, rows: Rows) -> None:
         """Take rows out of the page table; they exist on for whoever still works with them."""
@@ -112,11 +121,12 @@ class Blocks:
         alive: npt.NDArray[np.bool_] = (self.table.flags[rows] & GONE) == 0
         return alive
 
-    def of_namespace(self, namespace: int) -> Rows:
-        """Visible rows of a namespace: one pass over the table's columns, for operators' commands only."""
-        used = self.table.used_rows
-        mine = (self.table.namespace[:used] == namespace) & (self.table.flags[:used] & VISIBLE != 0)
-        return np.flatnonzero(mine).astype(np.int32)
+    def of_namespace(self, namespace: int) -> Iterator[Rows]:
+        """Visible rows of a namespace, piece by piece, so that a pass over the whole table can be interrupted."""
+        for begin in range(0, self.table.used_rows, PIECE_ROWS):
+            piece = slice(begin, min(begin + PIECE_ROWS, self.table.used_rows))
+            mine = (self.table.namespace[piece] == namespace) & (self.table.flags[piece] & VISIBLE != 0)
+            yield (np.flatnonzero(mine) + begin).astype(np.int32)
 
     def _free(self, rows: Rows) -> None:
         self.table.flags[rows] = 0

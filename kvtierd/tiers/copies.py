@@ -135,9 +135,8 @@ class Copies:
         return kept
 
     def tier_counts(self) -> dict[str, int]:
-        """Visible copies by tier."""
-        flags = self.blocks.table.flags[: self.blocks.table.used_rows]
-        return {f"{tier}_blocks": int((flags & BIT[tier] != 0).sum()) for tier in TIERS}
+        """Copies by tier."""
+        return {f"{tier}_blocks": self.blocks.copies[BIT[tier]] for tier in TIERS}
 
     def _drop_slots(self, tier: SlotTier, cls: SlotClass, rows: Rows, column: Slots, bit: int) -> None:
         slots = column[rows]

@@ -242,7 +242,8 @@ class TierManager:
         kept_rows = []
         for digest in dict.fromkeys(found.namespace):
             places = np.array([i for i, name in enumerate(found.namespace) if name == digest], np.intp)
-            rows, position = blocks.add(found.keys[places], entries[digest].number, VISIBLE | m.TIER_NVME)
+            rows, position = blocks.add(found.keys[places], entries[digest].number, VISIBLE)
+            blocks.mark(rows, m.TIER_NVME)
             extents = [found.extents[i] for i in places[position].tolist()]
             table.segment[rows] = [extent.segment for extent in extents]
             table.extent_page[rows] = [extent.offset // PAGE_BYTES for extent in extents]
