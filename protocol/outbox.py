@@ -32,51 +32,67 @@ class _Shared:
 
 
 class Outbox:
-    """The sending half of the server. A reply that cannot leave at once is dropped and counted."""
+    """The sending half of the server. A reply that cannot leave at once is dropped and counted.
 
-    def __init__(self, socket: zmq.Socket[bytes], counters: dict[str, int]) -> None:
+    `after_send` is called after each reply: sending may swallow the edge that told of a request to read.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], counters: dict[str, int], after_send: Callable[[], None]) -> None:
         self._send = socket.send
         self._counters = counters
+        self._after_send = after_send
+        self._gone: bytes | None = None
         self._shared: collections.deque[_Shared] = collections.deque()
         self._timer: asyncio.TimerHandle | None = None
 
     def send(self, rid: bytes, header: bytes, answer: Answer, peer: Peer | None) -> bool:
-        """Queue one reply; False when the client is gone or does not read."""
+        """Queue one reply; False when the client is gone or does not read.
+
+        Raises TypeError or ValueError, before anything is sent, for a frame that is no contiguous memory.
+        """
+        frames = [_contiguous(frame) for frame in answer.frames]
         try:
             self._send(rid, _MORE)
-        except zmq.ZMQError:  # EHOSTUNREACH: gone; EAGAIN: its queue is full
+        except zmq.ZMQError as error:  # EHOSTUNREACH: gone; EAGAIN: its queue is full
+            self._gone = rid if error.errno == zmq.EHOSTUNREACH else None
             self._counters["replies_dropped_total"] += 1
             _done(answer)
             return False
-        if not answer.frames:
+        if frames:
+            self._send(header, _MORE)
+            self._send_frames(frames, answer, peer)
+        else:
             self._send(header, zmq.NOBLOCK)
-            self._counters["sent_bytes_total"] += len(header)
             _done(answer)
-            return True
-        self._send(header, _MORE)
-        self._send_frames(answer, peer, len(header))
+        self._counters["sent_bytes_total"] += len(header)
+        self._after_send()
         return True
 
-    def _send_frames(self, answer: Answer, peer: Peer | None, header_bytes: int) -> None:
+    def is_gone(self, rid: bytes) -> bool:
+        """Whether the last reply that could not be sent was for this client, and its connection is gone."""
+        return self._gone == rid
+
+    def _send_frames(self, frames: list[memoryview], answer: Answer, peer: Peer | None) -> None:
         trackers: list[zmq.MessageTracker] = []
         total = shared = 0
-        last = len(answer.frames) - 1
-        for position, frame in enumerate(answer.frames):
+        keep = answer.on_sent is not None
+        last = len(frames) - 1
+        for position, frame in enumerate(frames):
             flags = zmq.NOBLOCK if position == last else _MORE
-            nbytes = frame.nbytes if isinstance(frame, memoryview) else len(frame)
+            nbytes = frame.nbytes
             total += nbytes
-            if nbytes >= ZERO_COPY_BYTES and (answer.on_sent is not None or isinstance(frame, bytes)):
-                shared += nbytes
-                trackers.append(self._share(frame, flags))
-            else:
+            if nbytes < ZERO_COPY_BYTES:
                 self._send(frame, flags)
-        self._counters["sent_bytes_total"] += total + header_bytes
+                continue
+            shared += nbytes
+            trackers.append(self._share(frame if keep else bytes(frame), flags))
+        self._counters["sent_bytes_total"] += total
         if trackers:
             self._watch(_Shared(trackers, peer, shared, answer.on_sent or _nothing))
         else:
             _done(answer)
 
-    def _share(self, frame: Frame, flags: int) -> zmq.MessageTracker:
+    def _share(self, frame: memoryview | bytes, flags: int) -> zmq.MessageTracker:
         message = zmq.Frame(frame, track=True, copy=False)
         self._send(message, flags, copy=False)
         tracker: zmq.MessageTracker = message.tracker
@@ -113,6 +129,13 @@ class Outbox:
             self._timer = None
         while self._shared:
             self._release(self._shared.popleft())
+
+
+def _contiguous(frame: Frame) -> memoryview:
+    view = memoryview(frame)
+    if not view.c_contiguous:
+        raise ValueError("a frame of an answer is not contiguous")
+    return view
 
 
 def _nothing() -> None:

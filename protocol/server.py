@@ -8,54 +8,35 @@ empty, in turns of bounded length, and looked at again after every send that hap
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import secrets
 from collections import defaultdict
-from collections.abc import Awaitable
 from pathlib import Path
 
 import zmq
 
 from kvtierd.core.clock import Clock, SystemClock
 from kvtierd.core.errors import ErrorCode, ExitCode, RequestError, StartupError
-from kvtierd.protocol.codec import HeaderError, check_frames, clip, decode_request, encode
+from kvtierd.protocol.codec import HeaderError, decode_request
+from kvtierd.protocol.dispatch import Dispatcher
 from kvtierd.protocol.endpoint import ARENA_NAME, SOCKET_NAME, prepare_path, socket_mode
 from kvtierd.protocol.handover import ArenaListener
 from kvtierd.protocol.messages import (
     MAX_BATCH,
-    PROTOCOL_VERSION,
-    Abort,
-    AcquireReply,
-    AnyRequest,
-    Commit,
-    ErrorReply,
-    Get,
-    Hello,
-    HelloReply,
-    Lookup,
-    RegisterNamespace,
-    Release,
-    ReserveReply,
-    Stats,
-    Unpin,
 )
 from kvtierd.protocol.outbox import Outbox
-from kvtierd.protocol.service import Answer, ChunkSource, Service, Session
-from kvtierd.protocol.sessions import Limits, Peer, SessionTable
+from kvtierd.protocol.service import ChunkSource, Service, Session
+from kvtierd.protocol.sessions import Limits, SessionTable
 
 log = logging.getLogger(__name__)
 
 TURN_MESSAGES = 64
 """Requests taken up before timers and other sockets get their turn: about a millisecond of lookups."""
 MAX_FRAMES = 2 + MAX_BATCH
-QUEUE_MESSAGES = 1000
+QUEUE_MESSAGES = 8192
 """ZeroMQ's high-water mark a client, each way, in messages."""
 LINGER_MS = 200
 """How long a closing daemon waits for clients to read their last replies."""
-
-_CHEAP = frozenset({Lookup, Release, Abort, Commit, Unpin, Stats, RegisterNamespace})
-"""Taken up even where the session has all its requests in flight: they only read, or give something back."""
 
 
 class Server:
@@ -91,10 +72,9 @@ class Server:
             self.arena = ArenaListener(
                 path, epoch=self.epoch, sessions=self.sessions, service=service, chunks=chunks, counters=self.counters
             )
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._reported: set[tuple[type, str, int]] = set()
+        self._sweeper: asyncio.TimerHandle | None = None
         self._scheduled = False
-        self._stopping = False
+        self._draining = False
         self._running = False
 
     async def start(self, *, replace_stale: bool = False) -> None:
@@ -110,7 +90,8 @@ class Server:
         except StartupError:
             self._context.term()
             raise
-        self._outbox = Outbox(self._socket, self.counters)
+        self._outbox = Outbox(self._socket, self.counters, self._after_send)
+        self._dispatcher = self._make_dispatcher()
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._running = True
         self._loop.add_reader(self._fd, self._drain)
@@ -138,15 +119,26 @@ class Server:
             raise StartupError(ExitCode.IO, f"cannot bind {self.endpoint}: {error}") from error
         return socket
 
+    def _make_dispatcher(self) -> Dispatcher:
+        return Dispatcher(
+            self._service,
+            self.sessions,
+            self._outbox,
+            limits=self.limits,
+            clock=self._clock,
+            counters=self.counters,
+            epoch=self.epoch,
+            name=self._name,
+            arena_path=str(self.arena.path) if self.arena is not None else "",
+        )
+
     def stop_taking(self) -> None:
         """From now on every new request is answered `shutting_down`; those in flight go on."""
-        self._stopping = True
+        self._dispatcher.stopping = True
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait for the requests in flight; False when some were still there after `timeout_s`."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=timeout_s)
-        return not self._tasks
+        return await self._dispatcher.drain(timeout_s)
 
     async def close(self) -> None:
         """Cancel what is in flight, close and remove the sockets. The service is not told about sessions."""
@@ -154,11 +146,9 @@ class Server:
             return
         self._running = False
         self._loop.remove_reader(self._fd)
-        if hasattr(self, "_sweeper"):
+        if self._sweeper is not None:
             self._sweeper.cancel()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._dispatcher.cancel()
         if self.arena is not None:
             self.arena.close()
         self._socket.close()
@@ -181,13 +171,20 @@ class Server:
         if not self._running:
             return
         receive = self._socket.recv
+        self._draining = True
         try:
             for _ in range(TURN_MESSAGES):
                 rid = receive(zmq.NOBLOCK)
                 self._take(rid)
         except zmq.Again:
             return
+        finally:
+            self._draining = False
         self._schedule()
+
+    def _after_send(self) -> None:
+        if not self._draining:  # a turn that is under way reads until the socket is empty
+            self._schedule()
 
     def _take(self, rid: bytes) -> None:
         """Receive what follows a routing id (ZeroMQ delivers whole messages) and serve it."""
@@ -210,11 +207,13 @@ class Server:
             request = decode_request(header.buffer)
             request_id = request.id
             self._check_size(rid, nbytes, count)
-            self._serve(rid, request, frames)
+            self._dispatcher.serve(rid, request, frames)
         except HeaderError as error:
-            self._fail(rid, error.request_id, error)
+            self._dispatcher.fail(rid, error.request_id, error)
         except RequestError as error:
-            self._fail(rid, request_id, error)
+            self._dispatcher.fail(rid, request_id, error)
+        except Exception as error:  # noqa: BLE001 - it is logged, and one bad request must not stop the others
+            self._dispatcher.fail(rid, request_id, self._dispatcher.bug(error))
 
     def _check_size(self, rid: bytes, nbytes: int, count: int) -> None:
         if rid[0] != 0:
@@ -225,148 +224,6 @@ class Server:
             raise RequestError(ErrorCode.TOO_LARGE, message)
         if count > MAX_FRAMES:
             raise RequestError(ErrorCode.BAD_FRAMES, f"{count} frames are over the limit of {MAX_FRAMES}")
-
-    # Serving
-
-    def _serve(self, rid: bytes, request: AnyRequest, frames: list[memoryview]) -> None:
-        now_ns = self._clock.now_ns()
-        kind = type(request)
-        if kind is Hello:
-            check_frames(request, frames)
-            self._hello(rid, request)  # type: ignore[arg-type]
-            return
-        peer = self._peer(rid, request)
-        peer.seen_ns = now_ns
-        if 0 < request.deadline_ns < now_ns:
-            late_ms = (now_ns - request.deadline_ns) / 1e6
-            raise RequestError(ErrorCode.DEADLINE, f"the request was taken up {late_ms:.1f} ms after its deadline")
-        check_frames(request, frames)
-        if kind not in _CHEAP:
-            self._check_load(peer, kind)
-        try:
-            answer = self._service.handle(peer.session, request, frames)
-        except RequestError:
-            raise
-        except Exception as error:
-            raise self._bug(request, error) from error
-        if type(answer) is Answer:
-            self._reply(peer, request, answer)
-        else:
-            self._start(peer, request, answer, now_ns)  # type: ignore[arg-type]
-
-    def _peer(self, rid: bytes, request: AnyRequest) -> Peer:
-        if request.epoch != self.epoch:
-            message = f"epoch {request.epoch} is not this daemon's life: say hello and register again"
-            raise RequestError(ErrorCode.STALE_EPOCH, message)
-        peer = self.sessions.by_rid.get(rid)
-        if peer is None:
-            raise RequestError(ErrorCode.NO_SESSION, "this connection has no session: say hello and register again")
-        if self._stopping:
-            raise RequestError(ErrorCode.SHUTTING_DOWN, "the daemon is stopping")
-        return peer
-
-    def _check_load(self, peer: Peer, kind: type) -> None:
-        if len(peer.tasks) >= self.limits.max_inflight:
-            message = f"{len(peer.tasks)} requests of this session are in flight, which is the limit"
-            raise RequestError(ErrorCode.BUSY, message, retry_after_ms=10)
-        if kind is Get and peer.unsent_bytes >= self.limits.max_message_bytes:
-            message = f"{peer.unsent_bytes} bytes of earlier replies are not read yet"
-            raise RequestError(ErrorCode.BUSY, message, retry_after_ms=10)
-
-    def _hello(self, rid: bytes, request: Hello) -> None:
-        if self._stopping:
-            raise RequestError(ErrorCode.SHUTTING_DOWN, "the daemon is stopping")
-        peer = self.sessions.hello(rid, request)
-        reply = HelloReply(
-            id=request.id,
-            version=PROTOCOL_VERSION,
-            server=self._name,
-            token=peer.session.token,
-            arena=str(self.arena.path) if self.arena is not None else "",
-            max_batch=self.limits.max_batch,
-            max_message_bytes=self.limits.max_message_bytes,
-            max_inflight=self.limits.max_inflight,
-            lease_ttl_ms=self.limits.lease_ttl_ms,
-        )
-        self._reply(peer, request, Answer(reply))
-
-    def _start(self, peer: Peer, request: AnyRequest, awaitable: Awaitable[Answer], now_ns: int) -> None:
-        if len(peer.tasks) >= self.limits.max_inflight:
-            _drop(awaitable)
-            raise RequestError(ErrorCode.BUSY, "too many requests of this session are in flight", retry_after_ms=10)
-        budget_s = self.limits.default_deadline_s
-        if request.deadline_ns > 0:
-            budget_s = min(budget_s, (request.deadline_ns - now_ns) / 1e9)
-        task = self._loop.create_task(self._finish(peer, request, awaitable, budget_s))
-        peer.tasks.add(task)
-        self._tasks.add(task)
-        task.add_done_callback(peer.tasks.discard)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: _drop(awaitable))
-
-    async def _finish(self, peer: Peer, request: AnyRequest, awaitable: Awaitable[Answer], budget_s: float) -> None:
-        try:
-            async with asyncio.timeout(budget_s):
-                answer = await awaitable
-        except TimeoutError:
-            self._fail(peer.rid, request.id, RequestError(ErrorCode.DEADLINE, f"not done within {budget_s:.3f} s"))
-        except RequestError as error:
-            self._fail(peer.rid, request.id, error)
-        except Exception as error:  # noqa: BLE001 - _bug logs it
-            self._fail(peer.rid, request.id, self._bug(request, error))
-        else:
-            self._reply(peer, request, answer)
-        self._schedule()
-
-    def _reply(self, peer: Peer, request: AnyRequest, answer: Answer) -> None:
-        if type(request) is Release and request.quiet:
-            return
-        reply = answer.reply
-        reply.id = request.id
-        reply.epoch = self.epoch
-        if not self._outbox.send(peer.rid, encode(reply), answer, peer):
-            self._undo(peer, answer)
-
-    def _undo(self, peer: Peer, answer: Answer) -> None:
-        """Give back what a client was granted that will never hear of it."""
-        request: AnyRequest
-        match answer.reply:
-            case ReserveReply(reservation=number) if number:
-                request = Abort(id=0, epoch=self.epoch, reservation=number)
-            case AcquireReply(lease=number) if number:
-                request = Release(id=0, epoch=self.epoch, leases=[number], quiet=True)
-            case _:
-                return
-        try:
-            result = self._service.handle(peer.session, request, ())
-        except RequestError:
-            return  # it ended meanwhile, which is all we wanted
-        if type(result) is not Answer:
-            self._start(peer, request, result, self._clock.now_ns())  # type: ignore[arg-type]
-
-    def _fail(self, rid: bytes, request_id: int, error: RequestError) -> None:
-        self.counters[f"errors_{error.code}_total"] += 1
-        reply = ErrorReply(
-            id=request_id,
-            epoch=self.epoch,
-            code=error.code,
-            message=clip(str(error)),
-            retry_after_ms=error.retry_after_ms,
-        )
-        self._outbox.send(rid, encode(reply), Answer(reply), None)
-
-    def _bug(self, request: AnyRequest, error: Exception) -> RequestError:
-        """Log an error that is ours, each place once with its traceback, and say so to the client."""
-        last = error.__traceback__
-        while last is not None and last.tb_next is not None:
-            last = last.tb_next
-        place = (type(error), last.tb_frame.f_code.co_filename if last else "", last.tb_lineno if last else 0)
-        if place not in self._reported:
-            self._reported.add(place)
-            log.error(
-                "%s failed; from now on failures at this place are only counted", type(request).__name__, exc_info=error
-            )
-        return RequestError(ErrorCode.INTERNAL, f"{type(error).__name__} in the daemon; its journal has the details")
 
     # Housekeeping
 
@@ -381,11 +238,3 @@ class Server:
     def _session_ended(self, session: Session) -> None:
         if self.arena is not None:
             self.arena.session_ended(session)
-
-
-def _drop(awaitable: object) -> None:
-    """Let go of an answer that nobody will await; a coroutine closed before its first step did nothing."""
-    if inspect.iscoroutine(awaitable):
-        awaitable.close()
-    elif isinstance(awaitable, asyncio.Future) and not awaitable.done():
-        awaitable.cancel()

@@ -27,9 +27,8 @@ GRACE_NS = 5_000_000
 SLICE_NS = 20_000_000
 """Longest sleep while a connection comes up: ZeroMQ tells of it, but only by an edge."""
 MAX_UNANSWERED = 256
-"""Requests of one batch sent before replies are taken in. ZeroMQ counts a message against its high-water mark until
-the other side has told, and it tells every half mark: with 499 read but untold, 512 more would pass the mark of 1000,
-the send would fail and the session be lost."""
+"""Requests of one batch sent before replies are taken in: many such batches fit under the high-water marks, which
+count a message until the other side has told that it was read, every half mark."""
 MARGIN_NS = 20_000_000
 """Most by which the daemon's deadline is before the caller's."""
 
