@@ -13,11 +13,10 @@ from kvtierd.core.clock import Clock, SystemClock
 from kvtierd.daemon.directories import Places
 from kvtierd.daemon.report import reporter
 from kvtierd.gpu import open_device
-from kvtierd.gpu.device import Device
+from kvtierd.protocol.events import EventPublisher
 from kvtierd.protocol.server import Server
 from kvtierd.protocol.sessions import Limits
-from kvtierd.storage.interface import BlockStore
-from kvtierd.storage.store import SegmentStore
+from kvtierd.storage import SegmentStore
 from kvtierd.tiers.manager import TierManager
 
 log = logging.getLogger(__name__)
@@ -45,11 +44,10 @@ class Daemon:
 @contextlib.asynccontextmanager
 async def compose(settings: Settings, places: Places) -> AsyncIterator[Daemon]:
     """Build every part in order; take them apart in reverse. The caller holds the runtime folder's lock."""
-    clock: Clock = SystemClock()
+    clock = SystemClock()
     async with AsyncExitStack() as parts:
-        store = SegmentStore(settings.nvme, clock=clock) if settings.nvme.directory else None
-        device = open_device(settings.gpu) if settings.gpu.capacity else None
-        manager = await _start_manager(parts, settings, store, device, clock)
+        events = _start_events(parts, places) if settings.server.events else None
+        manager = await _start_manager(parts, settings, clock, events)
         server = Server(
             manager,
             places.tenant,
@@ -59,17 +57,27 @@ async def compose(settings: Settings, places: Places) -> AsyncIterator[Daemon]:
             clock=clock,
             name=f"kvtierd {__version__}",
         )
-        manager.reports.append(reporter(server))
+        manager.reports.append(reporter(server, events))
         parts.push_async_callback(server.close)
         await server.start(replace_stale=True)
         yield Daemon(manager, server)
 
 
+def _start_events(parts: AsyncExitStack, places: Places) -> EventPublisher:
+    events = EventPublisher(places.tenant)
+    parts.callback(events.close)
+    events.start(replace_stale=True)
+    return events
+
+
 async def _start_manager(
-    parts: AsyncExitStack, settings: Settings, store: BlockStore | None, device: Device | None, clock: Clock
+    parts: AsyncExitStack, settings: Settings, clock: Clock, events: EventPublisher | None
 ) -> TierManager:
-    """From here on the manager owns store and device, and closes them."""
-    manager = TierManager(settings, store=store, device=device, clock=clock, tenant=settings.server.tenant)
+    """The manager owns store and device from the moment it has them, and closes them."""
+    store = SegmentStore(settings.nvme, clock=clock) if settings.nvme.directory else None
+    device = open_device(settings.gpu) if settings.gpu.capacity else None
+    tenant = settings.server.tenant
+    manager = TierManager(settings, store=store, device=device, clock=clock, events=events, tenant=tenant)
     parts.push_async_callback(manager.close)
     await manager.start()
     if store is not None:

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 EXTRA = frozenset({"aiofiles", "numba", "yaml"})
 """What the extra `daemon` adds; without it only the client is installed."""
 
+THREADING = {
+    "OPENBLAS_NUM_THREADS": "1",  # NumPy's BLAS is never called here, but would start a thread per CPU
+    "OMP_WAIT_POLICY": "passive",  # idle threads of parallel kernels sleep and leave the CPUs to the engine
+}
+"""Read by libraries when they are loaded; what the environment says already is the operator's word."""
+
 UMASK = 0o027
 """What the daemon makes is for itself and its group; nobody else may read a tenant's blocks."""
 
@@ -85,6 +91,8 @@ def _run(settings: Settings, ready_fd: int, stop_fd: int) -> int:
 
 def _load(settings: Settings) -> Compose:
     """Load all code. The first import of a kernel fixes the cache's folder, so that must be chosen before."""
+    for name, value in THREADING.items():
+        os.environ.setdefault(name, value)
     from kvtierd.daemon.kernels import choose_cache, load_kernels
 
     cache = choose_cache(settings.cache_dir)

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from kvtierd import __version__
+from kvtierd.protocol.events import EventPublisher
 from kvtierd.protocol.server import Server
 
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
-def reporter(server: Server) -> Callable[[], Mapping[str, Any]]:
+def reporter(server: Server, events: EventPublisher | None) -> Callable[[], Mapping[str, Any]]:
     """A function that reads the numbers now; every name is a row of kvtierd.telemetry.metrics."""
     begin_s = time.monotonic()
 
@@ -27,6 +28,7 @@ def reporter(server: Server) -> Callable[[], Mapping[str, Any]]:
             "daemon_resident_bytes": int(_STATM.read_text().split()[1]) * _PAGE_BYTES,
             "server_sessions": len(server.sessions),
             "server_sessions_opened_total": server.sessions.opened_total,
+            "server_event_batches_total": events.batches_total if events else 0,
             **{f"server_{name}": value for name, value in server.counters.items()},
         }
 

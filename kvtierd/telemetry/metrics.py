@@ -79,6 +79,7 @@ _ROWS = (
     Metric("server_arena_attached_total", "counter", "processes that attached to the arena"),
     Metric("server_arena_refused_total", "counter", "peers that the arena socket turned away"),
     Metric("server_arena_accept_errors_total", "counter", "connections to the arena socket that failed at once"),
+    Metric("server_event_batches_total", "counter", "batches of KV events published"),
     *(
         Metric(f"server_errors_{code}_total", "counter", f"requests answered with the error {code}")
         for code in ErrorCode

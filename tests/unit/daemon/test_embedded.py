@@ -72,6 +72,7 @@ def test_every_statistic_has_a_row_with_its_meaning(spawn) -> None:
         stats = client.stats()
     assert stats["committed_blocks"] == 4
     assert stats["daemon_pid"] == daemon.pid
+    assert stats["server_event_batches_total"] > 0
     assert stats["server_requests_total"] > 4
     assert set(stats) - set(meanings()) == set()
 
