@@ -6,7 +6,7 @@ one argument (each costs a call about 50 ns):
     line 0      secret, number of buckets, counts       (read by every lookup)
     line 1      counters for the metrics
     line 2      the stash: one more bucket, for entries that found no place
-    lines 4..   scratch of the running call
+    lines 4..   scratch of the running call: hashes, candidates, nodes of a search, entries of a bucket
     the rest    buckets
 
 A bucket is one cache line: eight tags (uint16; 0 is an empty slot), eight namespace numbers (uint16) and
@@ -32,7 +32,7 @@ SLOTS = 8
 # Words of line 0.
 K0, K1, BUCKETS, MASK, COUNT, STASHED, BUCKETS_MAX, GROWING = range(8)
 # Words of line 1.
-LOOKUPS, TOUCHED, TOUCHED_MAX, STASH_PROBES, DISPLACED, SPLITS, REFUSED = range(7)
+LOOKUPS, TOUCHED, TOUCHED_MAX, STASH_PROBES, DISPLACED, SPLITS, REFUSED, SEARCHED_MAX = range(8)
 
 STASH_AT = 2 * LINE_BYTES
 CHUNK = 64
@@ -42,7 +42,8 @@ ROWS_AT = HASHES_AT + 2 * CHUNK * 8
 NODES_AT = ROWS_AT + 2 * CHUNK * 8
 NODES_MAX = 256
 """Buckets that a search for a free slot may look at."""
-HEADER_LINES = (NODES_AT + NODES_MAX * 8) // LINE_BYTES
+ENTRIES_AT = NODES_AT + NODES_MAX * 8
+HEADER_LINES = ENTRIES_AT // LINE_BYTES + 1
 BUCKETS_AT = HEADER_LINES * LINE_BYTES
 
 NAMESPACES = 16

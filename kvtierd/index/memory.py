@@ -19,6 +19,8 @@ from kvtierd.index.jit import compiled
 Flat = npt.NDArray[np.uint8]
 
 HUGE_PAGE_BYTES: Final = 2 * MIB
+AHEAD_BYTES: Final = 2 * HUGE_PAGE_BYTES
+"""Memory kept ready beyond what is in use, at least: what the loop fills while the other thread waits for a CPU."""
 
 
 def reserve(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -80,7 +82,7 @@ class Backing:
         self._memory: Flat = array.reshape(-1).view(np.uint8)
         self._row_bytes = max(1, array.nbytes // max(1, len(array)))
         self._backed_bytes, self._trigger_row = 0, len(array) + 1
-        if array.nbytes >= 2 * HUGE_PAGE_BYTES:
+        if array.nbytes >= AHEAD_BYTES:
             self._trigger_row = 0
             self.reached(0)
 
@@ -89,7 +91,7 @@ class Backing:
         if row < self._trigger_row:
             return
         begin, size = self._backed_bytes, self._memory.size
-        end = min(size, max(row * self._row_bytes, begin) + 2 * HUGE_PAGE_BYTES)
+        end = min(size, max(row * self._row_bytes, begin) + AHEAD_BYTES)
         self._backed_bytes = end
-        self._trigger_row = (end - HUGE_PAGE_BYTES) // self._row_bytes if end < size else size // self._row_bytes + 1
+        self._trigger_row = (end - AHEAD_BYTES) // self._row_bytes + 1 if end < size else size // self._row_bytes + 1
         _backer.touch(self._memory, begin, end)

@@ -20,6 +20,7 @@ from kvtierd.index.layout import (
     LOOKUPS,
     MASK,
     REFUSED,
+    SEARCHED_MAX,
     SLOTS,
     SPLITS,
     STASH_PROBES,
@@ -43,7 +44,7 @@ class PageTable:
 
     def __init__(self, blocks: BlockTable, secret: bytes | None = None) -> None:
         self._records = blocks.records
-        buckets_max = max(INITIAL_BUCKETS, -(-blocks.capacity * update.LOAD_OF // (update.LOAD_FULL * SLOTS)))
+        buckets_max = max(INITIAL_BUCKETS, -(-blocks.capacity * update.LOAD_OF // (update.LOAD_AT_CAPACITY * SLOTS)))
         self._table = reserve((HEADER_LINES + buckets_max, LINE_BYTES // 8), np.uint64)
         self._backing = Backing(self._table)
         head = self._table[0]
@@ -122,4 +123,5 @@ class PageTable:
             "displaced": counters[DISPLACED],
             "splits": counters[SPLITS],
             "refused": counters[REFUSED],
+            "searched_max": counters[SEARCHED_MAX],
         }

@@ -42,11 +42,7 @@ def filled(keys: Keys, capacity: int | None = None) -> tuple[BlockTable, PageTab
     blocks = BlockTable(capacity or len(keys))
     pages = PageTable(blocks)
     for begin in range(0, len(keys), BATCH):
-        batch = keys[begin : begin + BATCH]
-        rows = blocks.alloc(len(batch))
-        blocks.key[rows], blocks.namespace[rows] = batch, NAMESPACE
-        if (pages.insert(rows) != -1).any():
-            raise RuntimeError(f"the page table refused one of the keys {begin}..{begin + len(batch)}")
+        _insert(blocks, pages, keys[begin : begin + BATCH])
     return blocks, pages
 
 
@@ -56,14 +52,15 @@ def random_keys(count: int, seed: int) -> Keys:
 
 
 class LookupBench:
-    """A table of `count` keys that is 95% full, and `probes` keys to look up of which `hit_share` are in it."""
+    """A table of `count` keys or a little more, 95% full, and `probes` keys to look up, `hit_share` of them in it."""
 
     def __init__(self, count: int, probes: int = 1 << 20, hit_share: float = 0.9, *, with_dict: bool = False) -> None:
-        keys = random_keys(count, 1)
-        self.blocks, self.pages = filled(keys)
+        keys = random_keys(count + count // 5, 1)
+        self.blocks, self.pages = filled(keys[:count], capacity=2 * count)
+        keys = keys[: _fill_up(self.blocks, self.pages, keys)]
         self._probes = _probes(keys, probes, hit_share)
         self._hits = int((self.pages.lookup(self._probes, NAMESPACE) >= 0).sum())
-        lines = count * (self.blocks.bytes_per_block() + self.pages.bytes_per_block()) / LINE_BYTES
+        lines = len(keys) * self.bytes_per_block() / LINE_BYTES
         self._lines: npt.NDArray[np.uint64] = reserve((int(lines), LINE_BYTES // 8), np.uint64)
         self._lines[:] = 1  # Written, so that it has memory of its own and not the kernel's page of zeros.
         self._picked = np.random.default_rng(3).integers(0, len(self._lines), probes)
@@ -82,7 +79,7 @@ class LookupBench:
 
     def gathered_lines_per_second(self) -> float:
         """Cache lines a second that NumPy gathers at random from as much memory, one for each key looked up."""
-        out = np.empty((BATCH, LINE_BYTES // 8), np.uint64)
+        out = np.empty((BATCH, LINE_BYTES // 8), np.uint64)  # Small enough to stay in the cache.
         begin = time.perf_counter()
         for at in range(0, len(self._picked), BATCH):
             np.take(self._lines, self._picked[at : at + BATCH], axis=0, out=out[: len(self._picked) - at], mode="clip")
@@ -100,6 +97,23 @@ class LookupBench:
     def bytes_per_block(self) -> float:
         """RAM per block, everything counted: record, checksum, free list, page table."""
         return self.blocks.bytes_per_block() + self.pages.bytes_per_block()
+
+
+def _fill_up(blocks: BlockTable, pages: PageTable, keys: Keys) -> int:
+    """Add keys until the table is about to grow, at 95%; returns how many are in. A growth makes room for a ninth."""
+    while pages.stats()["load"] < 0.949:
+        begin = len(pages)
+        _insert(blocks, pages, keys[begin : begin + max(1, begin // 2048)])
+        if len(pages) == begin:
+            raise RuntimeError(f"{begin} keys fill {pages.stats()['load']:.3f} of the table")
+    return len(pages)
+
+
+def _insert(blocks: BlockTable, pages: PageTable, keys: Keys) -> None:
+    rows = blocks.alloc(len(keys))
+    blocks.key[rows], blocks.namespace[rows] = keys, NAMESPACE
+    if (pages.insert(rows) != -1).any():
+        raise RuntimeError(f"the page table refused one of {len(keys)} keys beside {len(pages)}")
 
 
 def _probes(keys: Keys, count: int, hit_share: float) -> Keys:

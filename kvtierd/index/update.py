@@ -20,6 +20,7 @@ from kvtierd.index.layout import (
     CHUNK,
     COUNT,
     DISPLACED,
+    ENTRIES_AT,
     GROWING,
     HASHES_AT,
     MASK,
@@ -27,6 +28,7 @@ from kvtierd.index.layout import (
     NODES_AT,
     NODES_MAX,
     REFUSED,
+    SEARCHED_MAX,
     ROW_NUMBERS,
     SLOTS,
     SPLITS,
@@ -55,6 +57,9 @@ LOAD_FULL = 19
 """Growth begins when more than 19 of 20 slots are taken..."""
 LOAD_EASY = 17
 """...and goes on until 17 of 20 are: constant growth at the brim would displace three times as many entries."""
+LOAD_AT_CAPACITY = 18
+"""A table for as many blocks as its block table holds ends at 18 of 20: it lives there, with deletions as frequent as
+insertions, and an insertion costs half of one at 95%."""
 SPLITS_TO_GROW = 2
 """Buckets split with each key inserted while the table grows."""
 SPLITS_MAX = 4
@@ -90,10 +95,27 @@ def _move(table: Words, source: Word, slot: Word, target: Word, target_slot: Wor
 
 
 @helper
-def _other_bucket(table: Words, records: Words, row: Word, at: Word) -> Word:
-    """The bucket that an entry in `at` may move to; `at` itself if both of its buckets are one."""
-    first, second = buckets_of(_hash_row(table, records, row), table[0, BUCKETS], table[0, MASK])
-    return second if first == at else first
+def _hash_entries(table: Words, records: Words, at: Word) -> None:
+    """Hash the keys of a bucket's entries, from their records: eight cache misses at once, then eight vector lanes.
+
+    An empty slot has row 0 and gets some hash.
+    """
+    for slot in range(SLOTS):
+        prefetch(records, np.int64(row_of(table, at, U64(slot))) << 6)
+    for slot in range(SLOTS):
+        store_u64(table, ENTRIES_AT + (slot << 3), _hash_row(table, records, row_of(table, at, U64(slot))))
+
+
+@helper
+def _find_targets(table: Words, records: Words, at: Word) -> None:
+    """Note the other bucket that each entry of a full one may lie in (the same if both are one), and prefetch it."""
+    _hash_entries(table, records, at)
+    for slot in range(SLOTS):
+        hashed = load_u64(table, ENTRIES_AT + (slot << 3))
+        first, second = buckets_of(hashed, table[0, BUCKETS], table[0, MASK])
+        target = second if first == at else first
+        prefetch(table, target)
+        store_u64(table, ENTRIES_AT + (slot << 3), target)
 
 
 @subroutine
@@ -122,20 +144,21 @@ def _displace(table: Words, records: Words, first: Word, second: Word) -> bool:
     nodes, current = np.int64(ROOTS), np.int64(0)
     while current < nodes:
         at = (load_u64(table, NODES_AT + (current << 3)) & _LOW32) << _LINE_SHIFT
-        for slot in range(SLOTS):  # The records' keys name the other buckets: fetch them together.
-            prefetch(records, np.int64(row_of(table, at, U64(slot))) << 6)
+        _find_targets(table, records, at)
         for slot in range(SLOTS):
-            target = _other_bucket(table, records, row_of(table, at, U64(slot)), at)
+            target = load_u64(table, ENTRIES_AT + (slot << 3))
             if target == at:
                 continue
             if free_slots(table, target):
                 _shift_path(table, current, U64(slot), target)
+                table[1, SEARCHED_MAX] = max(table[1, SEARCHED_MAX], U64(current) + U64(1))
                 return True
             if nodes < NODES_MAX:
                 node = (target >> _LINE_SHIFT) | (U64(slot) << _PARENT_SLOT) | (U64(current) << _PARENT)
                 store_u64(table, NODES_AT + (nodes << 3), node)
                 nodes += 1
         current += 1
+    table[1, SEARCHED_MAX] = max(table[1, SEARCHED_MAX], U64(current))
     return False
 
 
@@ -167,11 +190,12 @@ def _split(table: Words, records: Words) -> None:
     table[1, SPLITS] += U64(1)
     source = U64(BUCKETS_AT) + ((buckets - mask - U64(1)) << _LINE_SHIFT)
     target = U64(BUCKETS_AT) + (buckets << _LINE_SHIFT)
+    _hash_entries(table, records, source)
     taken = ~free_slots(table, source) & U64(0xFF)
     while taken:
         slot = U64(lowest_bit(taken))
         taken &= taken - U64(1)
-        hashed = _hash_row(table, records, row_of(table, source, slot))
+        hashed = load_u64(table, U64(ENTRIES_AT) + (slot << U64(3)))
         first, second = buckets_of(hashed, buckets + U64(1), mask)
         if source not in (first, second):
             _move(table, source, slot, target, slot)

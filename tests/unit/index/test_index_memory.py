@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvtierd.index import memory
-from kvtierd.index.memory import HUGE_PAGE_BYTES, Backing, reserve
+from kvtierd.index.memory import AHEAD_BYTES, HUGE_PAGE_BYTES, Backing, reserve
 
 
 def resident_bytes(array):
@@ -50,9 +50,9 @@ def test_memory_is_backed_ahead_of_its_use_and_not_all_at_once():
     wait_until(lambda: resident_bytes(array[: 2 * HUGE_PAGE_BYTES // 64]) == 2 * HUGE_PAGE_BYTES)
     for row in range(0, 300_000, 1000):
         backing.reached(row)
-    ahead = array[: 300_000 + HUGE_PAGE_BYTES // 64]
+    ahead = array[: 299_000 + AHEAD_BYTES // 64]
     wait_until(lambda: resident_bytes(ahead) >= ahead.nbytes)
-    assert resident_bytes(array) <= 300_000 * 64 + 4 * HUGE_PAGE_BYTES
+    assert resident_bytes(array) <= 300_000 * 64 + 2 * AHEAD_BYTES
     assert not array.any()
 
 
