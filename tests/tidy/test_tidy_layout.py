@@ -77,6 +77,13 @@ def test_paths_that_documents_name_exist(root: Path) -> None:
     assert not missing, "\n".join(missing)
 
 
+def test_torch_is_pinned_once_for_all(root: Path) -> None:
+    """make run and make test-engines must not bring two builds of torch, or a CUDA one."""
+    files = [root / "constraints.txt", *sorted((root / "tests/engines").glob("*-requirements.txt"))]
+    pins = {line for file in files for line in file.read_text().splitlines() if re.match(r"torch\b", line)}
+    assert pins == {"torch==2.13.0"}
+
+
 def _prose(path: Path) -> str:
     """A document without its code blocks."""
     return re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
