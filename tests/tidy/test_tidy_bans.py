@@ -122,7 +122,7 @@ def test_the_library_does_not_print(trees: dict[Path, ast.Module]) -> None:
 def test_no_path_of_one_machine(root: Path, text_files: list[Path]) -> None:
     """A home folder, a work folder or a registry's address in a file works for one person only."""
     pattern = re.compile(
-        r"(/home/\w+|/root/|/Users/\w+|/work/\w+|/opt/\w+/|https?://[\w.-]*(?:pypi|pythonhosted)[\w.]*)"
+        r"(/home/\w{2,}|/root/|/Users/\w+|/work/\w+|/opt/\w+/|https?://[\w.-]*(?:pypi|pythonhosted)[\w.]*)"
     )
     found = [
         f"{path}:{number}: {match[0]}; use a path relative to the repository, or an option"
