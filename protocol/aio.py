@@ -50,7 +50,7 @@ class AsyncClient:
         asking = Asking(self._connection)
         self._queries = Queries(asking)
         self._slots = SlotPlans(asking, self._copier, use_arena=arena)
-        self._transfers = Transfers(asking, self._slots, self._copier)
+        self._transfers = Transfers(asking, self._queries, self._slots, self._copier)
         self._driver = AsyncDriver(self._connection, (self._slots.abandon, self._copier.abandon))
 
     @property

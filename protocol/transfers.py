@@ -12,6 +12,7 @@ from kvtierd.core.keys import KEY_BYTES, Keys, as_keys
 from kvtierd.protocol.asking import Asking, Plan, Work, as_frame, raw
 from kvtierd.protocol.copying import Copier, block_sums
 from kvtierd.protocol.messages import SLOT_EXISTS, Get, GetReply, Put, PutReply
+from kvtierd.protocol.queries import Queries
 from kvtierd.protocol.results import NO_MASKS, Fetched, Masks, NamespaceHandle, Stored
 from kvtierd.protocol.slots import SlotPlans, leading, sums_of
 
@@ -22,10 +23,11 @@ PIECE_BYTES = 256 << 20
 class Transfers:
     """Store and fetch."""
 
-    def __init__(self, asking: Asking, slots: SlotPlans, copier: Copier) -> None:
+    def __init__(self, asking: Asking, queries: Queries, slots: SlotPlans, copier: Copier) -> None:
         self._asking = asking
         self._connection = asking.connection
         self._counters = asking.counters
+        self._queries = queries
         self._slots = slots
         self._copier = copier
 
@@ -91,14 +93,18 @@ class Transfers:
         flat = as_keys(keys)
         arena = yield from self._slots.has_arena(deadline_ns)
         step = self._blocks_a_piece(handle, arena=arena)
+        if out is None and len(flat) > step:  # memory for all pieces at once, and no more than it takes
+            hit = yield from self._queries.lookup((handle,), (flat,), deadline_ns)
+            flat = flat[: hit.count]
+            out = np.empty((hit.count, handle.geometry.block_bytes), np.uint8)
         parts: list[Bytes] = []
         sources: list[Masks] = []
-        count = 0
-        while count < len(flat):
+        count, whole = 0, True
+        while whole and count < len(flat):
             piece = flat[count : count + step]
             room = None if out is None else out[count : count + len(piece)]
             plan = self._fetch_arena if arena else self._get
-            blocks, masks = yield from plan(handle, piece, room, verify=verify, deadline_ns=deadline_ns)
+            blocks, masks, whole = yield from plan(handle, piece, room, verify=verify, deadline_ns=deadline_ns)
             if not len(masks):
                 break
             parts.append(blocks)
@@ -111,7 +117,7 @@ class Transfers:
 
     def _fetch_arena(
         self, handle: NamespaceHandle, keys: Keys, out: Bytes | None, *, verify: bool, deadline_ns: int
-    ) -> Plan[tuple[Bytes, Masks]]:
+    ) -> Plan[tuple[Bytes, Masks, bool]]:
         lease = yield from self._slots.acquire(handle, keys, ttl_ms=0, verify=False, deadline_ns=deadline_ns)
         try:
             if out is None:
@@ -119,11 +125,11 @@ class Transfers:
             good = yield from self._slots.copy_out(lease, out, handle, verify=verify)
         finally:
             self._slots.release(lease.number, lease.session_no)
-        return out[:good], lease.sources[:good]
+        return out[:good], lease.sources[:good], good == lease.count
 
     def _get(
         self, handle: NamespaceHandle, keys: Keys, out: Bytes | None, *, verify: bool, deadline_ns: int
-    ) -> Plan[tuple[Bytes, Masks]]:
+    ) -> Plan[tuple[Bytes, Masks, bool]]:
         received = yield from self._asking.request(
             [handle], lambda: Get(id=0, namespace=handle.number), (as_frame(keys),), deadline_ns
         )
@@ -133,14 +139,14 @@ class Transfers:
             out = np.empty((reply.count if reply else 0, geometry.block_bytes), np.uint8)
         if reply is None or received is None:
             self._counters["lookups_missed_unavailable"] += 1
-            return out[:0], NO_MASKS
+            return out[:0], NO_MASKS, False
         payload = [np.frombuffer(frame, np.uint8) for frame in received[1][1:]]
         if len(payload) != reply.count or any(block.size != geometry.block_bytes for block in payload):
             raise KvtierdError(
                 f"the daemon promised {reply.count} blocks of {geometry.block_bytes} bytes and sent others"
             )
         good = yield Work(lambda: self._copy_payload(payload, out, handle, received[1], verify=verify))
-        return out[:good], np.frombuffer(reply.tiers, np.uint8)[:good]
+        return out[:good], np.frombuffer(reply.tiers, np.uint8)[:good], good == reply.count
 
     def _copy_payload(
         self, payload: list[Bytes], out: Bytes, handle: NamespaceHandle, frames: list[memoryview], *, verify: bool

@@ -7,20 +7,15 @@ slot's generation changes before its bytes may, and what a dead client held come
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import fcntl
 import itertools
-import mmap
-import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from kvtierd.core.checksum import Sums, block_sum, copy_and_sum, fill_and_sum, layer_sums
+from kvtierd.core.checksum import block_sum, copy_and_sum, fill_and_sum, layer_sums
 from kvtierd.core.errors import ErrorCode, RequestError
-from kvtierd.core.geometry import Geometry
 from kvtierd.core.keys import KEY_BYTES
 from kvtierd.protocol.messages import (
     SLOT_BUSY,
@@ -57,78 +52,10 @@ from kvtierd.protocol.messages import (
     Unpin,
 )
 from kvtierd.protocol.service import Answer, ChunkFiles, Session
+from kvtierd.testing.fake_chunk import CHUNK, FakeChunk
+from kvtierd.testing.fake_records import FakeBlock, FakeLease, FakeNamespace, FakeReservation
 
 BlockId = tuple[bytes, bytes]
-CHUNK = 7
-"""The number of the only chunk: not 0, so that nobody gets away with ignoring it."""
-
-
-class FakeChunk:
-    """One sealed memfd of slots and one of generations, mapped here for writing."""
-
-    def __init__(self, slot_bytes: int, slots: int) -> None:
-        self.slot_bytes, self.slots = slot_bytes, slots
-        self.data_fd, self._data_map = _sealed_file("data", slot_bytes * slots)
-        self.generations_fd, self._table_map = _sealed_file("generations", 8 * slots)
-        self.data = np.frombuffer(self._data_map, np.uint8)
-        self.generations = np.frombuffer(self._table_map, "<u8")
-        self.generations[:] = 1
-        self.free = list(range(slots))
-
-    def slot(self, index: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Bytes of one slot."""
-        return self.data[index * self.slot_bytes : (index + 1) * self.slot_bytes]
-
-    def take(self) -> int:
-        """A free slot under a new generation."""
-        index = self.free.pop()
-        self.generations[index] += 1
-        return index
-
-    def files(self) -> ChunkFiles:
-        """What the arena socket hands out."""
-        size = self.slot_bytes * self.slots
-        return ChunkFiles(CHUNK, size, self.slot_bytes, self.slots, self.data_fd, self.generations_fd)
-
-    def close(self) -> None:
-        """Close the files; the memory goes with its last view."""
-        os.close(self.data_fd)
-        os.close(self.generations_fd)
-
-
-def _sealed_file(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
-    descriptor = os.memfd_create(f"kvtierd-fake-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, nbytes)
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    return descriptor, mmap.mmap(descriptor, nbytes)
-
-
-@dataclasses.dataclass(slots=True)
-class _Namespace:
-    digest: bytes
-    geometry: Geometry
-
-
-@dataclasses.dataclass(slots=True)
-class _Block:
-    slot: int
-    sums: Sums
-    holds: int = 0
-    dead: bool = False
-
-
-@dataclasses.dataclass(slots=True)
-class _Reservation:
-    session: Session
-    space: _Namespace
-    slots: dict[int, tuple[bytes, int]]
-
-
-@dataclasses.dataclass(slots=True)
-class _Lease:
-    session: Session
-    blocks: list[_Block]
 
 
 class FakeService:
@@ -139,10 +66,10 @@ class FakeService:
 
     def __init__(self, slot_bytes: int = 16384, slots: int = 64, *, max_message_bytes: int = 256 << 20) -> None:
         self.chunk = FakeChunk(slot_bytes, slots)
-        self.blocks: dict[BlockId, _Block] = {}
+        self.blocks: dict[BlockId, FakeBlock] = {}
         self.reserved: set[BlockId] = set()
-        self.reservations: dict[int, _Reservation] = {}
-        self.leases: dict[int, _Lease] = {}
+        self.reservations: dict[int, FakeReservation] = {}
+        self.leases: dict[int, FakeLease] = {}
         self.log: list[str] = []
         self.requests: Counter[str] = Counter()
         self.before: Callable[[Session, AnyRequest], Awaitable[None] | None] | None = None
@@ -243,9 +170,9 @@ class FakeService:
         if shape.slot_bytes > self.chunk.slot_bytes:
             raise RequestError(ErrorCode.TOO_LARGE, f"a block of {shape.slot_bytes} bytes does not fit in a slot")
         digest = request.namespace.digest()
-        spaces: dict[int, _Namespace] = session.state
+        spaces: dict[int, FakeNamespace] = session.state
         number = next((n for n, space in spaces.items() if space.digest == digest), len(spaces) + 1)
-        spaces[number] = _Namespace(digest, shape)
+        spaces[number] = FakeNamespace(digest, shape)
         return Answer(
             NamespaceReply(
                 id=0,
@@ -257,8 +184,8 @@ class FakeService:
             )
         )
 
-    def _space(self, session: Session, number: int) -> _Namespace:
-        spaces: dict[int, _Namespace] = session.state
+    def _space(self, session: Session, number: int) -> FakeNamespace:
+        spaces: dict[int, FakeNamespace] = session.state
         if number not in spaces:
             raise RequestError(ErrorCode.UNKNOWN_NAMESPACE, f"namespace {number} is not registered in this session")
         return spaces[number]
@@ -269,11 +196,11 @@ class FakeService:
             raise RequestError(ErrorCode.NOT_YOURS, f"{number} is no lease or reservation of this session")
         return table[number]
 
-    def _leading(self, space: _Namespace, keys: Sequence[bytes]) -> list[_Block]:
+    def _leading(self, space: FakeNamespace, keys: Sequence[bytes]) -> list[FakeBlock]:
         found = (self.blocks.get((space.digest, key)) for key in keys)
         return list(itertools.takewhile(lambda block: block is not None, found))  # type: ignore[arg-type]
 
-    def _run(self, session: Session, number: int, frame: memoryview) -> list[_Block]:
+    def _run(self, session: Session, number: int, frame: memoryview) -> list[FakeBlock]:
         return self._leading(self._space(session, number), _keys(frame))
 
     def _lookup(self, session: Session, request: Lookup, frames: Sequence[memoryview]) -> Answer:
@@ -281,7 +208,7 @@ class FakeService:
         hit = min(len(run) for run in runs)
         return Answer(LookupReply(id=0, hit=hit, tiers=bytes([TIER_HOST]) * hit))
 
-    def _reserve(self, session: Session, space: _Namespace, keys: list[bytes]) -> Answer:
+    def _reserve(self, session: Session, space: FakeNamespace, keys: list[bytes]) -> Answer:
         slots = np.zeros(len(keys), SLOT_DTYPE)
         granted: dict[int, tuple[bytes, int]] = {}
         for i, key in enumerate(keys):
@@ -297,12 +224,12 @@ class FakeService:
                 slots[i] = (CHUNK, SLOT_GRANTED, 0, 0, slot * self.chunk.slot_bytes, self.chunk.generations[slot])
         number = next(self._ids) if granted else 0
         if granted:
-            self.reservations[number] = _Reservation(session, space, granted)
+            self.reservations[number] = FakeReservation(session, space, granted)
         reply = ReserveReply(id=0, reservation=number, granted=len(granted), retry_after_ms=0 if granted else 10)
         return Answer(reply, (slots.tobytes(),))
 
     def _commit(self, session: Session, request: Commit, frames: Sequence[memoryview]) -> Answer:
-        item: _Reservation = self._mine(session, self.reservations, request.reservation)
+        item: FakeReservation = self._mine(session, self.reservations, request.reservation)
         index = list(item.slots) if request.index is None else request.index
         if stray := [i for i in index if i not in item.slots]:
             raise RequestError(ErrorCode.BAD_ARGUMENT, f"block {stray[0]} is not reserved")
@@ -318,7 +245,7 @@ class FakeService:
         for i, row in zip(index, rows, strict=True):
             key, slot = item.slots.pop(i)
             self.reserved.discard((item.space.digest, key))
-            self.blocks[item.space.digest, key] = _Block(slot, row.copy())
+            self.blocks[item.space.digest, key] = FakeBlock(slot, row.copy())
         if not item.slots:
             del self.reservations[request.reservation]
         return Answer(CommitReply(id=0, committed=len(index)))
@@ -333,7 +260,7 @@ class FakeService:
         self.chunk.generations[slot] += 1
         self.chunk.free.append(slot)
 
-    def _acquire(self, session: Session, space: _Namespace, keys: list[bytes]) -> Answer:
+    def _acquire(self, session: Session, space: FakeNamespace, keys: list[bytes]) -> Answer:
         blocks = self._leading(space, keys)
         if not blocks:
             return Answer(AcquireReply(id=0, lease=0, count=0), (b"", b""))
@@ -343,18 +270,18 @@ class FakeService:
             at = block.slot * self.chunk.slot_bytes
             slots[i] = (CHUNK, SLOT_GRANTED, TIER_HOST, 0, at, self.chunk.generations[block.slot])
         number = next(self._ids)
-        self.leases[number] = _Lease(session, blocks)
+        self.leases[number] = FakeLease(session, blocks)
         sums = np.stack([block.sums for block in blocks])
         reply = AcquireReply(id=0, lease=number, count=len(blocks), ttl_ms=10_000)
         return Answer(reply, (slots.tobytes(), sums.tobytes()))
 
-    def _end_lease(self, lease: _Lease) -> None:
+    def _end_lease(self, lease: FakeLease) -> None:
         for block in lease.blocks:
             block.holds -= 1
             if block.dead and not block.holds:
                 self._free(block.slot)
 
-    def _put(self, space: _Namespace, frames: Sequence[memoryview]) -> Answer:
+    def _put(self, space: FakeNamespace, frames: Sequence[memoryview]) -> Answer:
         stored = existed = refused = 0
         wholes = np.frombuffer(frames[1], "<u8")
         for key, whole, payload in zip(_keys(frames[0]), wholes, frames[2:], strict=True):
@@ -371,25 +298,27 @@ class FakeService:
                 if block_sum(sums) != whole:
                     self._free(slot)
                     raise RequestError(ErrorCode.CHECKSUM_MISMATCH, f"block {key[:4].hex()} does not match its sum")
-                self.blocks[space.digest, key] = _Block(slot, sums)
+                self.blocks[space.digest, key] = FakeBlock(slot, sums)
                 stored += 1
         return Answer(PutReply(id=0, stored=stored, existed=existed, refused=refused))
 
-    def _get(self, space: _Namespace, keys: list[bytes]) -> Answer:
+    def _get(self, space: FakeNamespace, keys: list[bytes]) -> Answer:
         if len(keys) * space.geometry.block_bytes > self._max_message_bytes:
             raise RequestError(ErrorCode.TOO_LARGE, f"{len(keys)} blocks are more than one message holds")
         blocks = self._leading(space, keys)
-        sums = np.empty((len(blocks), space.geometry.layers), np.uint64)
+        layers = space.geometry.layers
+        sums = np.stack([block.sums for block in blocks]) if blocks else np.empty((0, layers), np.uint64)
         payload = [np.empty(space.geometry.block_bytes, np.uint8) for _ in blocks]
-        for block, row, out in zip(blocks, sums, payload, strict=True):
-            copy_and_sum(self.chunk.slot(block.slot), out, space.geometry, row, packed=True)
+        for block, out in zip(blocks, payload, strict=True):
+            seen = np.empty(layers, np.uint64)  # what it says of the slot's bytes is for the client to find out
+            copy_and_sum(self.chunk.slot(block.slot), out, space.geometry, seen, packed=True)
         reply = GetReply(id=0, count=len(blocks), tiers=bytes([TIER_HOST]) * len(blocks))
         return Answer(reply, (sums.tobytes(), *(out.data for out in payload)), on_sent=lambda: None)
 
-    def _delete(self, space: _Namespace, keys: list[bytes]) -> Answer:
+    def _delete(self, space: FakeNamespace, keys: list[bytes]) -> Answer:
         return Answer(CountReply(id=0, count=sum(self._forget((space.digest, key)) for key in keys)))
 
-    def _purge(self, space: _Namespace | None) -> Answer:
+    def _purge(self, space: FakeNamespace | None) -> Answer:
         wanted = [block for block in self.blocks if space is None or block[0] == space.digest]
         return Answer(CountReply(id=0, count=sum(self._forget(block) for block in wanted)))
 
