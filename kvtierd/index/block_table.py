@@ -21,6 +21,8 @@ from kvtierd.index.memory import Backing, reserve
 NO_NAMESPACE = 0xFFFF
 """Namespace number of a row that holds no block."""
 ROWS_MAX = 1 << 30
+ROWS_AHEAD = 1 << 16
+"""Rows whose memory is kept ready: as many as a busy second could take."""
 
 RECORD = np.dtype(
     {
@@ -112,7 +114,7 @@ class BlockTable:
         self._words: npt.NDArray[Any] = self.records.view(np.int32)
         self._freed: Rows = reserve((capacity,), np.int32)
         self._counts = np.zeros(2, np.int64)
-        self._backing = [Backing(array) for array in (self.records, self.block_sum, self._freed)]
+        self._backing = [Backing(array, ROWS_AHEAD) for array in (self.records, self.block_sum, self._freed)]
 
     def __len__(self) -> int:
         """Rows in use."""

@@ -12,15 +12,15 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from kvtierd.core.units import MIB, PAGE_BYTES
+from kvtierd.core.units import MIB, PAGE_BYTES, align_up
 from kvtierd.index.intrinsics import touch
 from kvtierd.index.jit import compiled
 
 Flat = npt.NDArray[np.uint8]
 
 HUGE_PAGE_BYTES: Final = 2 * MIB
-AHEAD_BYTES: Final = 2 * HUGE_PAGE_BYTES
-"""Memory kept ready beyond what is in use, at least: what the loop fills while the other thread waits for a CPU."""
+_SMALL_BYTES: Final = 2 * HUGE_PAGE_BYTES
+"""An array below this is left to ordinary pages: aligning it to huge ones would waste as much."""
 
 
 def reserve(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -31,7 +31,7 @@ def reserve(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    if size < 2 * HUGE_PAGE_BYTES:
+    if size < _SMALL_BYTES:
         memory = mmap.mmap(-1, max(size, 1), flags=flags)
         return np.frombuffer(memory, np.uint8)[:size].view(dtype).reshape(shape)
     memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=flags)
@@ -75,14 +75,16 @@ class Backing:
     To zero a huge page takes a tenth of a millisecond, and some milliseconds in a virtual machine whose host has to
     find the memory first: too long for the loop to wait. Another thread touches the next ones before the loop gets
     there. (It takes page faults, and not MADV_POPULATE_WRITE: that holds the lock of the whole address space.)
-    Arrays too small for huge pages are left alone.
+    `ahead_rows` are kept ready beyond those in use, at least, in whole huge pages: what the loop may fill while the
+    other thread waits for a processor. Arrays too small for huge pages are left alone.
     """
 
-    def __init__(self, array: npt.NDArray[Any]) -> None:
+    def __init__(self, array: npt.NDArray[Any], ahead_rows: int) -> None:
         self._memory: Flat = array.reshape(-1).view(np.uint8)
         self._row_bytes = max(1, array.nbytes // max(1, len(array)))
+        self._ahead_bytes = align_up(ahead_rows * self._row_bytes, HUGE_PAGE_BYTES)
         self._backed_bytes, self._trigger_row = 0, len(array) + 1
-        if array.nbytes >= AHEAD_BYTES:
+        if array.nbytes >= _SMALL_BYTES:
             self._trigger_row = 0
             self.reached(0)
 
@@ -91,7 +93,8 @@ class Backing:
         if row < self._trigger_row:
             return
         begin, size = self._backed_bytes, self._memory.size
-        end = min(size, max(row * self._row_bytes, begin) + AHEAD_BYTES)
+        end = min(size, max(align_up(row * self._row_bytes, HUGE_PAGE_BYTES), begin) + self._ahead_bytes)
         self._backed_bytes = end
-        self._trigger_row = (end - AHEAD_BYTES) // self._row_bytes + 1 if end < size else size // self._row_bytes + 1
+        last_row = size // self._row_bytes
+        self._trigger_row = last_row + 1 if end == size else (end - self._ahead_bytes) // self._row_bytes + 1
         _backer.touch(self._memory, begin, end)

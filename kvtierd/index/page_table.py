@@ -7,7 +7,7 @@ import secrets
 import numpy as np
 
 from kvtierd.index import probe, update
-from kvtierd.index.block_table import NO_NAMESPACE, BlockTable
+from kvtierd.index.block_table import NO_NAMESPACE, ROWS_AHEAD, BlockTable
 from kvtierd.index.layout import (
     BUCKETS,
     BUCKETS_MAX,
@@ -46,7 +46,7 @@ class PageTable:
         self._records = blocks.records
         buckets_max = max(INITIAL_BUCKETS, -(-blocks.capacity * update.LOAD_OF // (update.LOAD_AT_CAPACITY * SLOTS)))
         self._table = reserve((HEADER_LINES + buckets_max, LINE_BYTES // 8), np.uint64)
-        self._backing = Backing(self._table)
+        self._backing = Backing(self._table, ROWS_AHEAD // SLOTS)
         head = self._table[0]
         head[[K0, K1]] = np.frombuffer(secret or secrets.token_bytes(16), "<u8")
         head[BUCKETS], head[MASK], head[BUCKETS_MAX] = INITIAL_BUCKETS, INITIAL_BUCKETS - 1, buckets_max

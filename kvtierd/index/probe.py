@@ -75,12 +75,18 @@ def _start(table: Words, keys: Keys, begin: Word, end: Word, place: Word, namesp
 
 
 @helper
-def _choose(table: Words, records: Words, count: Word, place: Word, namespace: Word) -> None:
-    """Note the first entry that matches by tag and namespace, and prefetch its record."""
+def _choose(table: Words, records: Words, count: Word, place: Word, namespace: Word) -> Word:
+    """Note the first entry that matches by tag and namespace, and prefetch its record; returns how many keys have two
+    different buckets.
+
+    Both are always read: waiting to see whether the first is enough would cost more than the line.
+    """
     buckets, mask = table[0, BUCKETS], table[0, MASK]
+    two = np.int64(0)
     for i in range(count):
         hashed = load_u64(table, HASHES_AT + ((place + i) << 3))
         first, second = buckets_of(hashed, buckets, mask)
+        two += np.int64(first != second)
         tag = tag_of(hashed)
         found = matches(table, first, tag, namespace) | (matches(table, second, tag, namespace) << U64(8))
         row = np.int32(-1)
@@ -89,6 +95,7 @@ def _choose(table: Words, records: Words, count: Word, place: Word, namespace: W
             row = row_of(table, first if slot < U64(8) else second, slot & U64(7))
             prefetch(records, np.int64(row) << 6)
         store_i32(table, ROWS_AT + ((place + i) << 2), row)
+    return two
 
 
 @helper
@@ -105,41 +112,43 @@ def _verify(table: Words, records: Words, keys: Keys, begin: Word, i: Word, plac
 
 
 @helper
-def _count(table: Words, lookups: Word) -> None:
-    """Both buckets of a key are always read: waiting to see whether the first is enough costs more than the line."""
+def _count(table: Words, lookups: Word, two: Word) -> None:
+    """Add to the counters: `two` of the lookups touched two buckets, the others one."""
     table[1, LOOKUPS] += U64(lookups)
-    table[1, TOUCHED] += U64(2 * lookups)
-    table[1, TOUCHED_MAX] = U64(2)
+    table[1, TOUCHED] += U64(lookups + two)
+    table[1, TOUCHED_MAX] = max(table[1, TOUCHED_MAX], U64(min(lookups, 1) + min(two, 1)))
 
 
 @compiled(types.void(WORDS, WORDS, KEYS, types.int64, ROW_NUMBERS))
 def lookup(table: Words, records: Words, keys: Keys, number: int, out: Rows) -> None:
     """Fill `out` with the rows of `keys` in namespace `number`, -1 where there is none."""
-    namespace, count = U64(number), keys.shape[0]
+    namespace, count, two = U64(number), keys.shape[0], np.int64(0)
     _start(table, keys, 0, min(count, CHUNK), 0, namespace)
     for begin in range(0, count, CHUNK):
         end, place = min(begin + CHUNK, count), begin & CHUNK
         _start(table, keys, end, min(end + CHUNK, count), place ^ CHUNK, namespace)
-        _choose(table, records, end - begin, place, namespace)
+        two += _choose(table, records, end - begin, place, namespace)
         for i in range(begin, end):
             out[i] = _verify(table, records, keys, begin, i, place, namespace)
-    _count(table, count)
+    _count(table, count, two)
 
 
 @compiled(types.int64(WORDS, WORDS, KEYS, types.int64, ROW_NUMBERS))
 def prefix(table: Words, records: Words, keys: Keys, number: int, out: Rows) -> Word:
     """Fill `out` with the rows of the leading keys that are present and return their number."""
-    namespace, count = U64(number), keys.shape[0]
+    namespace, count, looked, two = U64(number), keys.shape[0], np.int64(0), np.int64(0)
+    hit, missed = np.int64(0), False
     _start(table, keys, 0, min(count, AHEAD), 0, namespace)
-    for begin in range(0, count, AHEAD):
-        end, place = min(begin + AHEAD, count), begin & AHEAD
+    while hit < count and not missed:
+        begin, end, place = hit, min(hit + AHEAD, count), hit & AHEAD
         _start(table, keys, end, min(end + AHEAD, count), place ^ AHEAD, namespace)
-        _choose(table, records, end - begin, place, namespace)
-        for i in range(begin, end):
-            row = _verify(table, records, keys, begin, i, place, namespace)
-            if row < 0:
-                _count(table, end)
-                return i
-            out[i] = row
-    _count(table, count)
-    return count
+        two += _choose(table, records, end - begin, place, namespace)
+        looked = end
+        while hit < end and not missed:
+            row = _verify(table, records, keys, begin, hit, place, namespace)
+            missed = row < 0
+            if not missed:
+                out[hit] = row
+                hit += 1
+    _count(table, looked, two)
+    return hit

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvtierd.index import memory
-from kvtierd.index.memory import AHEAD_BYTES, HUGE_PAGE_BYTES, Backing, reserve
+from kvtierd.index.memory import HUGE_PAGE_BYTES, Backing, reserve
 
 
 def resident_bytes(array):
@@ -46,14 +46,21 @@ def test_arrays_have_the_shape_and_are_aligned(rows):
 
 def test_memory_is_backed_ahead_of_its_use_and_not_all_at_once():
     array = reserve((1 << 20, 64), np.uint8)
-    backing = Backing(array)
-    wait_until(lambda: resident_bytes(array[: 2 * HUGE_PAGE_BYTES // 64]) == 2 * HUGE_PAGE_BYTES)
-    for row in range(0, 300_000, 1000):
+    backing = Backing(array, 1000)
+    wait_until(lambda: resident_bytes(array[:1000]) >= 1000 * 64)
+    for row in range(0, 300_001, 1000):
         backing.reached(row)
-    ahead = array[: 299_000 + AHEAD_BYTES // 64]
-    wait_until(lambda: resident_bytes(ahead) >= ahead.nbytes)
-    assert resident_bytes(array) <= 300_000 * 64 + 2 * AHEAD_BYTES
+    wait_until(lambda: resident_bytes(array[:301_000]) >= 301_000 * 64)
+    assert resident_bytes(array) <= 301_000 * 64 + 3 * HUGE_PAGE_BYTES
     assert not array.any()
+
+
+def test_backing_ends_with_the_array():
+    array = reserve((100_000, 64), np.uint8)
+    backing = Backing(array, 90_000)
+    for row in (0, 50_000, 100_000, 100_000):
+        backing.reached(row)
+    wait_until(lambda: resident_bytes(array) >= array.nbytes)
 
 
 def test_touching_changes_nothing_that_others_write():
@@ -78,5 +85,5 @@ def test_touching_changes_nothing_that_others_write():
 
 def test_small_arrays_start_no_backing():
     array = reserve((1000, 64), np.uint8)
-    Backing(array).reached(1000)
+    Backing(array, 10).reached(1000)
     assert resident_bytes(array) == 0

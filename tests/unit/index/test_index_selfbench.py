@@ -25,10 +25,11 @@ def test_a_bench_of_a_broken_table_gives_no_figure():
 
 
 def test_growth_reaches_its_load_without_refusing():
-    grown = growth(1000, 20_000)
+    grown = growth(1000, 20_000, replays=2)
     assert grown.load_before_growth >= 0.949
     assert grown.refused == 0
-    assert grown.pause_ms > 0
+    assert 0 < grown.pause_ms <= grown.pause_once_ms
+    assert 0 < grown.searched_max <= 256
 
 
 def test_keys_that_are_not_there_fill_nothing():
