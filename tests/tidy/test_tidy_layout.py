@@ -77,11 +77,15 @@ def test_paths_that_documents_name_exist(root: Path) -> None:
     assert not missing, "\n".join(missing)
 
 
-def test_torch_is_pinned_once_for_all(root: Path) -> None:
+def test_pins_agree(root: Path) -> None:
     """make run and make test-engines must not bring two builds of torch, or a CUDA one."""
-    files = [root / "constraints.txt", *sorted((root / "tests/engines").glob("*-requirements.txt"))]
-    pins = {line for file in files for line in file.read_text().splitlines() if re.match(r"torch\b", line)}
-    assert pins == {"torch==2.13.0"}
+    files = [root / "constraints.txt", *sorted((root / "tests/engines").glob("transformers*requirements.txt"))]
+    pins: dict[str, set[str]] = {}
+    for line in (line for file in files for line in file.read_text().splitlines() if "==" in line):
+        name, _, version = line.partition("==")
+        pins.setdefault(name, set()).add(version)
+    assert pins["torch"] == {"2.13.0"}
+    assert {name: versions for name, versions in pins.items() if len(versions) > 1} == {}
 
 
 def _prose(path: Path) -> str:
