@@ -15,6 +15,7 @@ from kvtierd.core.geometry import Geometry
 
 Sums = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
+_LITTLE_U64 = np.dtype("<u8")
 
 PIECE_BYTES = 64 << 10
 """How much is copied before it is hashed: fits a core's L2 cache twice over, and bounds how long the GIL is held."""
@@ -61,7 +62,7 @@ def fill_and_sum(packed: Bytes, slot: Bytes, geometry: Geometry, out: Sums) -> N
 
 def block_sum(sums: Sums) -> int:
     """The block's checksum: xxh3-64 over its layer sums as u64 LE."""
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(sums, "<u8").view(np.uint8).data)
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(sums, _LITTLE_U64))
 
 
 def _check_size(name: str, memory: Bytes, size: int) -> None:

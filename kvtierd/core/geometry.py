@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import msgspec
 
 from kvtierd.core.units import PAGE_BYTES, align_up
@@ -18,11 +20,12 @@ MAX_LAYERS = 1024
 MAX_BLOCK_BYTES = 1 << 30
 
 
-class Geometry(msgspec.Struct, frozen=True, kw_only=True):
+class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The shape of one block: `block_size` tokens of K and V over all layers of one rank.
 
     `k_dim` and `v_dim` are per head and may differ; `v_dim = 0` is a latent form (MLA), whose one vector
     per token is stored as K with one head. Raises ValueError naming the field when a value is out of range.
+    Sizes are kept once computed (`dict=True` is for that): copies ask for them block by block.
     """
 
     block_size: int
@@ -59,32 +62,32 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
         if (size := len(self.layout.encode())) > MAX_LAYOUT_BYTES:
             raise ValueError(f"layout has {size} bytes; the limit is {MAX_LAYOUT_BYTES}")
 
-    @property
+    @functools.cached_property
     def k_bytes(self) -> int:
         """Bytes of K of one layer."""
         return self.block_size * self.kv_heads * self.k_dim * DTYPE_BYTES[self.dtype]
 
-    @property
+    @functools.cached_property
     def v_bytes(self) -> int:
         """Bytes of V of one layer; V follows K."""
         return self.block_size * self.kv_heads * self.v_dim * DTYPE_BYTES[self.dtype]
 
-    @property
+    @functools.cached_property
     def layer_bytes(self) -> int:
         """Bytes of one layer's part, K and V."""
         return self.k_bytes + self.v_bytes
 
-    @property
+    @functools.cached_property
     def layer_stride(self) -> int:
         """Distance between layer parts in a slot and on disk: `layer_bytes` padded to 4 KiB."""
         return align_up(self.layer_bytes, PAGE_BYTES)
 
-    @property
+    @functools.cached_property
     def block_bytes(self) -> int:
         """Payload of a block without padding: what crosses the wire."""
         return self.layers * self.layer_bytes
 
-    @property
+    @functools.cached_property
     def slot_bytes(self) -> int:
         """What a block takes in a slot and on disk: every layer part padded to 4 KiB."""
         return self.layers * self.layer_stride
