@@ -171,8 +171,8 @@ class Writes:
             )
         status = np.full(len(keys), SLOT_EXISTS, np.uint8)
         rows, position = copies.blocks.add(keys, entry.number, WRITING)
-        absent = copies.blocks.pages.lookup(keys, entry.number) < 0
-        status[absent] = SLOT_BUSY
+        if rows.size < len(keys):  # some are there, or the table is full: ask which
+            status[copies.blocks.pages.lookup(keys, entry.number) < 0] = SLOT_BUSY
         cls = copies.host_class(entry)
         slots = self._room.take_host(cls, rows.size)
         status[position[slots.size :]] = SLOT_BUSY
@@ -202,7 +202,7 @@ class Writes:
             raise RequestError(
                 ErrorCode.BAD_ARGUMENT, f"block {bad} was not granted by this reservation, or is committed"
             )
-        if np.unique(wanted).size < wanted.size:
+        if np.bincount(places, minlength=1).max() > 1:
             raise RequestError(ErrorCode.BAD_ARGUMENT, "a commit names a block twice")
         return places
 
