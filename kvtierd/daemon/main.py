@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -14,6 +15,7 @@ from kvtierd import __version__
 from kvtierd.config.options import add_options
 from kvtierd.config.schema import Settings
 from kvtierd.core.errors import ExitCode, StartupError
+from kvtierd.daemon.file_limit import raise_file_limit
 from kvtierd.telemetry import log
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ THREADING = {
     "OMP_WAIT_POLICY": "passive",  # idle threads of parallel kernels sleep and leave the CPUs to the engine
 }
 """Read by libraries when they are loaded; what the environment says already is the operator's word."""
+
+INTERRUPTED = 128 + signal.SIGINT
 
 UMASK = 0o027
 """What the daemon makes is for itself and its group; nobody else may read a tenant's blocks."""
@@ -47,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return _main(args)
+    except KeyboardInterrupt:  # before the loop had its signal handlers
+        return INTERRUPTED
     except ModuleNotFoundError as error:
         if error.name not in EXTRA:
             raise
@@ -71,6 +77,8 @@ def _main(args: argparse.Namespace) -> int:
         sys.stdout.write(render(loaded))
         return ExitCode.OK
     log.configure(loaded.settings.log.level, loaded.settings.log.format)
+    if warning := raise_file_limit(loaded.settings):
+        logger.warning("%s", warning)
     return _run(loaded.settings, args.ready_fd, args.stop_fd)
 
 
@@ -109,9 +117,19 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--check-config", action="store_true", help="report every mistake; exit 78 if there is one")
     group.add_argument("--print-config", action="store_true", help="print every value with its origin")
     parser.add_argument("--version", action="version", version=f"kvtierd {__version__}")
-    parser.add_argument("--ready-fd", type=int, default=-1, metavar="N", help="write one JSON line there when ready")
-    parser.add_argument("--stop-fd", type=int, default=-1, metavar="N", help="stop when this pipe's other end closes")
+    parser.add_argument(
+        "--ready-fd", type=_open_fd, default=-1, metavar="N", help="write one JSON line there when ready"
+    )
+    parser.add_argument("--stop-fd", type=_open_fd, default=-1, metavar="N", help="stop when this pipe is closed")
     return parser
+
+
+def _open_fd(text: str) -> int:
+    try:
+        os.fstat(int(text))
+    except (ValueError, OverflowError, OSError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an open file descriptor") from None
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class JsonFormatter(logging.Formatter):
         entry |= {name: value for name, value in _fields(record).items() if name not in entry}
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(entry, enc_hook=str).decode()
+        return msgspec.json.encode(entry, enc_hook=_plain).decode()
 
 
 class RateLimit(logging.Filter):
@@ -76,11 +76,11 @@ class RateLimit(logging.Filter):
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._now_s = now_s
-        self._windows: dict[tuple[str, int, object], tuple[float, int]] = {}
+        self._windows: dict[tuple[str, int, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the line may be written."""
-        key, now = (record.name, record.levelno, record.msg), self._now_s()
+        key, now = (record.name, record.levelno, str(record.msg)), self._now_s()
         begin, seen = self._windows.get(key, (now, 0))
         if now - begin >= BURST_WINDOW_S:
             record.suppressed = max(0, seen - BURST_LINES)
@@ -99,9 +99,15 @@ def hide_payloads(record: logging.LogRecord) -> bool:
 
 
 def _hidden(value: Any) -> Any:
-    if isinstance(value, bytes | bytearray | memoryview) or hasattr(value, "__array_interface__"):
+    # Arrays count as raw bytes, NumPy's scalars (ndim 0) as numbers.
+    if isinstance(value, bytes | bytearray | memoryview) or bool(getattr(value, "ndim", 0)):
         return f"<{memoryview(value).nbytes} bytes>"
     return value
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for: NumPy's scalars as numbers, the rest as text."""
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

@@ -74,6 +74,14 @@ def test_payload_is_never_written(lines, form: str, payload: object) -> None:
     assert stream.getvalue().count("<6 bytes>") == 2
 
 
+@pytest.mark.parametrize(("form", "tail"), [("text", "n=7\n"), ("json", '"n":7}\n')])
+def test_numbers_of_numpy_are_numbers(lines, form: str, tail: str) -> None:
+    stream = lines(form)
+    logging.getLogger("kvtierd.x").info("moved %d", np.int64(5), extra={"fields": {"n": np.uint64(7)}})
+    assert "moved 5" in stream.getvalue()
+    assert stream.getvalue().endswith(tail)
+
+
 def test_lines_below_the_level_are_not_written(lines) -> None:
     stream = lines("text", level="warning")
     logging.getLogger("kvtierd.x").info("quiet")
