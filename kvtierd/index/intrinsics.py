@@ -106,11 +106,22 @@ def match_lanes(_typing: Any, array: Any, offset: Any, value: Any) -> Any:
 
 @_intrinsic
 def lowest_bit(_typing: Any, bits: Any) -> Any:
-    """`lowest_bit(uint64) -> int64`: index of the lowest set bit; of zero it is undefined."""
+    """`lowest_bit(uint64) -> int64`: index of the lowest set bit; 64 of zero."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value = context.cast(builder, args[0], signature.args[0], types.uint64)
-        return builder.cttz(value, ir.IntType(1)(1))
+        return builder.cttz(value, ir.IntType(1)(0))
+
+    return types.int64(bits), codegen
+
+
+@_intrinsic
+def leading_zeros(_typing: Any, bits: Any) -> Any:
+    """`leading_zeros(uint64) -> int64`: zero bits above the highest set one; 64 of zero."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = context.cast(builder, args[0], signature.args[0], types.uint64)
+        return builder.ctlz(value, ir.IntType(1)(0))
 
     return types.int64(bits), codegen
 

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvtierd.index.bitmap import HierarchicalBitmap
 from kvtierd.index.block_table import BlockTable
 from kvtierd.index.lru import LruLists
 from kvtierd.index.page_table import PageTable
@@ -131,7 +132,50 @@ class Recency(RuleBasedStateMachine):
             assert self.lists.victims(cls, np.zeros(40, np.int32), 40, 40).tolist() == list(model)
 
 
+BITS = 5000
+"""Positions of the bitmap under test: ten leaves, two levels above them."""
+RANGES = st.tuples(st.integers(0, BITS), st.integers(0, BITS)).map(sorted)
+
+
+class Bits(RuleBasedStateMachine):
+    """The hierarchical bitmap against an array of booleans."""
+
+    def __init__(self):
+        super().__init__()
+        self.bits = HierarchicalBitmap(BITS)
+        self.model = np.zeros(BITS, bool)
+
+    @rule(positions=st.lists(st.integers(0, BITS - 1), max_size=40), value=st.booleans())
+    def write(self, positions, value):
+        changed = len({position for position in positions if self.model[position] != value})
+        write = self.bits.set if value else self.bits.clear
+        assert write(np.array(positions, np.int64)) == changed
+        self.model[positions] = value
+
+    @rule(ends=RANGES, value=st.booleans())
+    def write_range(self, ends, value):
+        (self.bits.set_range if value else self.bits.clear_range)(*ends)
+        self.model[slice(*ends)] = value
+
+    @rule(ends=RANGES, start=st.integers(0, BITS - 1), length=st.sampled_from([1, 2, 5, 64, 65, 400, 513, 2000]))
+    def ask(self, ends, start, length):
+        assert self.bits.count(*ends) == self.model[slice(*ends)].sum()
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], self.model[start:].astype(int), [0]]))) + start
+        begins, lengths = edges[::2], edges[1::2] - edges[::2]
+        assert self.bits.run_from(start) == next((n for b, n in zip(begins, lengths, strict=True) if b == start), 0)
+        assert self.bits.find_first(start) == (begins[0] if begins.size else -1)
+        fits = begins[lengths >= length]
+        assert self.bits.find_run(length, start) == (fits[0] if fits.size else -1)
+
+    @invariant()
+    def bits_agree(self):
+        assert self.bits.count() == self.model.sum()
+        assert (self.bits.test(np.arange(BITS)) == self.model).all()
+
+
 TestPages = Pages.TestCase
 TestPages.settings = settings(max_examples=80, stateful_step_count=40)
 TestRecency = Recency.TestCase
 TestRecency.settings = settings(max_examples=80, stateful_step_count=40)
+TestBits = Bits.TestCase
+TestBits.settings = settings(max_examples=80, stateful_step_count=40)
