@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtierd.index.bitmap import HierarchicalBitmap
 from kvtierd.index.block_table import BlockTable
+from kvtierd.index.hybrid import HybridIndex
 from kvtierd.index.lru import LruLists
 from kvtierd.index.page_table import PageTable
 
@@ -173,9 +175,68 @@ class Bits(RuleBasedStateMachine):
         assert (self.bits.test(np.arange(BITS)) == self.model).all()
 
 
+class Sequence(RuleBasedStateMachine):
+    """The hybrid index against a list of (tokens, place, offset), with bytes that tell whose token a place holds.
+
+    `places` holds the token numbers that lie at each place: a split must leave every token where it can be read.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.index = HybridIndex(64 * 60)
+        self.model: list[tuple[int, int, int]] = []
+        self.places: list[list[int]] = []
+
+    def _extents(self):
+        return self.index.overlapping(0, self.index.tokens)
+
+    @precondition(lambda self: self.index.tokens <= 64 * 52)
+    @rule(granules=st.integers(1, 8))
+    def append(self, granules):
+        begin = self.index.tokens
+        self.places.append(list(range(begin, begin + granules * 64)))
+        self.index.append(granules * 64, len(self.places) - 1)
+        self.model.append((granules * 64, len(self.places) - 1, 0))
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def split(self, data):
+        at = data.draw(st.integers(0, len(self.model) - 1))
+        tokens, place, offset = self.model[at]
+        cuts = data.draw(st.sets(st.sampled_from(range(64, tokens + 64, 64))))
+        edges = sorted({0, tokens, *cuts})
+        lengths = [end - begin for begin, end in itertools.pairwise(edges)]
+        self.index.split(int(self._extents()[at]), np.array(lengths))
+        self.model[at : at + 1] = [(n, place, offset + begin) for n, begin in zip(lengths, edges, strict=False)]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def merge(self, data):
+        begin = data.draw(st.integers(0, len(self.model) - 1))
+        end = data.draw(st.integers(begin + 1, len(self.model)))
+        tokens = sum(part[0] for part in self.model[begin:end])
+        if tokens > 512:
+            return
+        moved = [token for n, place, at in self.model[begin:end] for token in self.places[place][at : at + n]]
+        self.places.append(moved)
+        self.index.merge(self._extents()[begin:end], len(self.places) - 1)
+        self.model[begin:end] = [(tokens, len(self.places) - 1, 0)]
+
+    @invariant()
+    def every_token_is_where_the_index_says(self):
+        extents = self._extents()
+        described = self.index.describe(extents).tolist()
+        assert [tuple(columns[1:]) for columns in described] == self.model
+        for number, (first, tokens, place, offset) in zip(extents.tolist(), described, strict=True):
+            assert self.places[place][offset : offset + tokens] == list(range(first, first + tokens))
+            assert set(self.index.locate(np.arange(first, first + tokens)).tolist()) == {number}
+
+
 TestPages = Pages.TestCase
 TestPages.settings = settings(max_examples=80, stateful_step_count=40)
 TestRecency = Recency.TestCase
 TestRecency.settings = settings(max_examples=80, stateful_step_count=40)
 TestBits = Bits.TestCase
 TestBits.settings = settings(max_examples=80, stateful_step_count=40)
+TestSequence = Sequence.TestCase
+TestSequence.settings = settings(max_examples=60, stateful_step_count=30)
