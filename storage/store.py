@@ -101,8 +101,8 @@ class SegmentStore:
     def on_reclaim(self, callback: Reclaimed) -> None:
         """Set who is told of extents that are about to be recycled, or that a failed sync put in doubt.
 
-        A batch that is still being written is not announced: its items are errors. A caller that has not taken up the
-        extents of a finished write yet may be told of them; a later read of them is an error.
+        Only extents that `write` has returned or `open` has found are announced. Whoever awaits `write` through a task
+        of its own may be told of extents before that task's result is looked at.
         """
         self._tell = callback
 
@@ -118,9 +118,14 @@ class SegmentStore:
         if live is None:
             return [StorageError("the store is closed") for _ in items]
         begun_ns = self._clock.now_ns()
-        extents = await uninterrupted(live.writes.write(items))
+        drafts = live.writes.drafts(items)
+        try:
+            await uninterrupted(live.writes.write(drafts))
+        except asyncio.CancelledError:
+            live.writes.disown(drafts)
+            raise
         self._counters["write_ns"] += self._clock.now_ns() - begun_ns
-        return extents
+        return live.writes.acknowledge(drafts)
 
     async def read(self, items: Sequence[ReadItem]) -> list[StorageError | None]:
         """Fetch blocks; see BlockStore.read. A CorruptionError leaves the extent in place: delete it."""

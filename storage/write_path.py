@@ -37,16 +37,32 @@ class WritePath:
         self._pending_kills: list[Kill] = []
         self._lost_namespaces: set[bytes] = set()
 
-    async def write(self, items: Sequence[WriteItem]) -> list[Extent | StorageError]:
-        """Store blocks; see BlockStore.write."""
-        drafts = [self._draft(item) for item in items]
+    def drafts(self, items: Sequence[WriteItem]) -> list[Draft]:
+        """Items as records to write; `error` is set in what cannot be one."""
+        return [self._draft(item) for item in items]
+
+    async def write(self, drafts: list[Draft]) -> None:
+        """Write blocks; `acknowledge` them at once when it returns, or `disown` them."""
         if len(self._pending_kills) >= MAX_PENDING_KILLS:
             try:
                 await self.strike_out()
             except StorageError as error:
-                return [error] * len(items)
+                for draft in drafts:
+                    draft.error = draft.error or error
         await self._append([*self._take_pending(), *drafts])
+
+    def acknowledge(self, drafts: list[Draft]) -> list[Extent | StorageError]:
+        """Make what was written readable, at the moment when the caller gets to know of it and not before: an extent
+        that he does not have yet must not be announced to him."""
         return [self._acknowledge(draft) for draft in drafts]
+
+    def disown(self, drafts: list[Draft]) -> None:
+        """The caller was cancelled and will never know these extents: they are dead, on disk too."""
+        for draft in drafts:
+            segment = self._ring.get(draft.segment)
+            if draft.error is None and segment is not None and segment.life is draft.life:
+                segment.set_dead(draft.row)
+                self._pending_kills.append(_kill_of(draft))
 
     async def delete(self, items: Sequence[tuple[bytes, bytes, Extent]]) -> None:
         """Forget blocks at once and append their tombstones; see BlockStore.delete."""
@@ -142,13 +158,10 @@ class WritePath:
         if draft.item is None:
             segment.unsynced.kills.extend(draft.kills)
             return
-        segment.unsynced.blocks.append((draft.row, (draft.item.namespace, draft.item.key, draft.sequence)))
+        segment.unsynced.blocks.append((draft.row, _kill_of(draft)))
 
     def _acknowledge(self, draft: Draft) -> Extent | StorageError:
-        """Make a written block readable, on the way to the caller: until now its extent could not be announced to him.
-
-        Meanwhile its segment may have been recycled, by a batch too large for the store, or put in doubt by a sync.
-        """
+        """One block; its segment may have been recycled meanwhile, or put in doubt by a sync that failed."""
         if draft.error is not None:
             return draft.error
         segment = self._ring.get(draft.segment)
@@ -165,7 +178,7 @@ class WritePath:
             segment.set_dead(draft.row)
             self._counters["failed_writes"] += 1
             if not segment.retiring and not isinstance(error, CorruptionError):
-                self._pending_kills.append((draft.item.namespace, draft.item.key, draft.sequence))
+                self._pending_kills.append(_kill_of(draft))
         elif draft.kind is Kind.TOMBSTONE:
             self._pending_kills += draft.kills
         elif not segment.retiring:
@@ -190,3 +203,9 @@ class WritePath:
         segment.set_dead(row)
         self._counters["deleted_blocks"] += 1
         return digest, key, segment.rows.sequences[row]
+
+
+def _kill_of(draft: Draft) -> Kill:
+    """What would strike out a block."""
+    assert draft.item is not None
+    return draft.item.namespace, draft.item.key, draft.sequence

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,12 @@ class Block:
         size, stride = self.geometry.layer_bytes, self.geometry.layer_stride
         begins = range(0, self.geometry.slot_bytes, stride)
         return all(np.array_equal(data[at : at + size], self.data[at : at + size]) for at in begins)
+
+
+@functools.cache
+def known(number: int) -> Block:
+    """The small block of a number, made once; not to be changed."""
+    return Block(number)
 
 
 def memory(size: int, *, aligned: bool = True) -> Bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -255,5 +257,44 @@ def test_block_that_fits_no_segment_is_an_error_of_its_own(tmp_path: Path) -> No
             assert isinstance(refused, StorageError)
             assert "does not fit" in str(refused)
             assert isinstance(stored, Extent)
+
+    run(check)
+
+
+def test_case_11_real_full_disk_recycles_and_the_store_stays_up(mounted) -> None:
+    point = mounted("tmpfs", "size=1m")
+
+    async def check() -> None:
+        async with opened(point, capacity=64 * MIB, segment_bytes=128 * KIB) as (store, _):
+            await put(store, *map(Block, range(20)))
+            with contextlib.suppress(OSError):
+                (point / "ballast").write_bytes(bytes(MIB))
+            assert os.statvfs(point).f_bavail == 0
+            segments = store.stats()["segments"]
+            for number in range(20, 100):
+                (extent,) = await put(store, Block(number))
+                assert await readable(store, Block(number), extent)
+            assert store.stats()["segments"] == segments
+            assert store.stats()["failed_writes"] == 0
+            (point / "ballast").unlink()
+            await put(store, *map(Block, range(100, 130)))
+            assert store.stats()["segments"] > segments
+
+    run(check)
+
+
+def test_cancelled_write_is_found_neither_now_nor_later(tmp_path: Path) -> None:
+    async def check() -> None:
+        disk = MemoryDisk()
+        async with opened(tmp_path, MemoryIo(disk), **TINY) as (store, _):
+            await put(store, Block(1))
+            writing = asyncio.create_task(store.write([Block(2).item()]))
+            await asyncio.sleep(0)
+            writing.cancel()
+            await asyncio.wait([writing])
+            assert writing.cancelled()
+            assert store.stats()["live_extents"] == 1
+        async with opened(tmp_path, MemoryIo(disk), **TINY) as (_, found):
+            assert by_key(found).keys() == {Block(1).digest + Block(1).key}
 
     run(check)

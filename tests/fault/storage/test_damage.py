@@ -1,0 +1,265 @@
+"""Bits flip and files shrink while the store is closed: what is damaged is dropped and counted, and never served."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtierd.core.errors import CorruptionError, StorageError
+from kvtierd.core.units import KIB
+from kvtierd.storage import Extent, SegmentStore
+from tests.unit.storage.blocks import Block, by_key, known, namespace, opened, put, readable, run
+
+TINY = {"capacity": 600 * KIB, "segment_bytes": 100 * KIB}
+RECORD = 12 * KIB
+COUNT = 5
+FIRST = 8 * KIB
+"""Offset of the first block of a segment: the header and the namespace come before."""
+
+
+async def filled(folder: Path) -> Path:
+    """A store of five blocks in one segment; returns the segment's file."""
+    async with opened(folder, **TINY) as (store, _):
+        extents = await put(store, *map(known, range(COUNT)))
+        assert [extent.offset for extent in extents] == [FIRST + RECORD * n for n in range(COUNT)]
+    (path,) = folder.glob("segment-*")
+    return path
+
+
+def flip(path: Path, offset: int, bit: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+async def served(folder: Path) -> tuple[set[int], int]:
+    """Which blocks a reopened store serves, and how many records it dropped. Wrong bytes fail in `readable`."""
+    async with opened(folder, **TINY) as (store, found):
+        held = by_key(found)
+        names = {known(n).digest + known(n).key: n for n in range(COUNT)}
+        assert held.keys() <= names.keys()
+        good = {names[name] for name, extent in held.items() if await readable(store, known(names[name]), extent)}
+        await put(store, Block(50))  # the store goes on
+        return good, found.dropped
+
+
+@pytest.mark.parametrize("byte", [*range(0, 208, 3), 1000, 4095])
+def test_flipped_bit_in_a_record_header_costs_that_block(folder: Path, byte: int) -> None:
+    async def check() -> None:
+        flip(await filled(folder), FIRST + 2 * RECORD + byte, byte % 8)
+        assert await served(folder) == ({0, 1, 3, 4}, 1)
+
+    run(check)
+
+
+@pytest.mark.parametrize("byte", [4096, 4097, 8191, 8192, 12287])
+def test_flipped_bit_in_a_payload_is_found_when_it_is_read(folder: Path, byte: int) -> None:
+    async def check() -> None:
+        flip(await filled(folder), FIRST + 2 * RECORD + byte)
+        assert await served(folder) == ({0, 1, 3, 4}, 0)
+
+    run(check)
+
+
+@pytest.mark.parametrize("byte", [*range(0, 64, 5), 4095])
+def test_flipped_bit_in_a_segment_header_costs_the_segment_and_it_is_reused(folder: Path, byte: int) -> None:
+    async def check() -> None:
+        path = await filled(folder)
+        flip(path, byte)
+        assert await served(folder) == (set(), 1)
+        assert [file.name for file in folder.glob("segment-*")] == [path.name]
+
+    run(check)
+
+
+@pytest.mark.parametrize("byte", [0, 9, 18, 40, 70, 192, 200, 250])
+def test_blocks_whose_namespace_record_is_damaged_are_dropped(folder: Path, byte: int) -> None:
+    async def check() -> None:
+        flip(await filled(folder), 4096 + byte)
+        assert await served(folder) == (set(), 1 + COUNT)
+
+    run(check)
+
+
+def test_namespace_record_of_another_segment_serves_for_all(folder: Path) -> None:
+    async def check() -> None:
+        async with opened(folder, **TINY) as (store, _):
+            await put(store, *map(known, range(8)))
+        first, second = sorted(folder.glob("segment-*"))
+        flip(first, 4096 + 192)
+        async with opened(folder, **TINY) as (store, found):
+            held = by_key(found)
+            assert len(held) == 8
+            for number in range(8):
+                assert await readable(store, known(number), held[known(number).digest + known(number).key])
+        assert second.exists()
+
+    run(check)
+
+
+@pytest.mark.parametrize("size", [0, 100, 4096, FIRST + RECORD + 4096, FIRST + 3 * RECORD, FIRST + 4 * RECORD + 1])
+def test_case_03_truncated_segment_serves_what_is_whole(folder: Path, size: int) -> None:
+    async def check() -> None:
+        os.truncate(await filled(folder), size)
+        whole = max(0, (size - FIRST) // RECORD)
+        good, _ = await served(folder)
+        assert good == set(range(whole))
+
+    run(check)
+
+
+def test_case_03_file_truncated_under_a_running_store_is_an_error(folder: Path) -> None:
+    async def check() -> None:
+        async with opened(folder, **TINY) as (store, _):
+            extents = await put(store, *map(known, range(COUNT)))
+            (path,) = folder.glob("segment-*")
+            for size in (FIRST + 2 * RECORD + 8 * KIB, 0):
+                os.truncate(path, size)
+                (error,) = await store.read([known(2).fetch(extents[2])])
+                assert isinstance(error, StorageError)
+            assert await store.read([known(n).fetch(extents[n]) for n in range(3)]) != [None] * 3
+            assert store.stats()["failed_reads"] >= 3
+
+    run(check)
+
+
+def test_damage_under_a_running_store_is_never_served(folder: Path) -> None:
+    async def check() -> None:
+        async with opened(folder, mode="buffered", **TINY) as (store, _):
+            extents = await put(store, *map(known, range(COUNT)))
+            (path,) = folder.glob("segment-*")
+            for place in (0, 8, 70, 100, 130, 192, 4096, 12287):
+                flip(path, FIRST + RECORD + place)
+                errors = await store.read([known(n).fetch(extents[n]) for n in range(3)])
+                assert [type(error) for error in errors] == [type(None), CorruptionError, type(None)], place
+                flip(path, FIRST + RECORD + place)
+            assert await readable(store, known(1), extents[1])
+            assert store.stats()["corrupt_reads"] == 8
+
+    run(check)
+
+
+def test_case_01_extent_of_another_block_is_an_error(folder: Path) -> None:
+    """Extents mixed up by a caller, and a block of another namespace with the same key."""
+
+    async def check() -> None:
+        other = Block(1, namespace(model="other"))
+        async with opened(folder, **TINY) as (store, _):
+            extents = await put(store, known(0), known(1), other)
+            mixed = [known(0).fetch(extents[1]), known(1).fetch(extents[2]), other.fetch(extents[1])]
+            assert all(isinstance(error, StorageError) for error in await store.read(mixed))
+            shifted = Extent(extents[0].segment, extents[0].offset + 4096, extents[0].length)
+            (error,) = await store.read([known(0).fetch(shifted)])
+            assert isinstance(error, StorageError)
+
+    run(check)
+
+
+def test_case_06_ranks_with_the_same_key_do_not_meet(folder: Path) -> None:
+    async def check() -> None:
+        ranks = [Block(1, namespace(tp_rank=rank, tp_size=4), version=rank) for rank in range(4)]
+        async with opened(folder, **TINY) as (store, _):
+            await put(store, *ranks)
+        async with opened(folder, **TINY) as (store, found):
+            held = by_key(found)
+            assert len({block.key for block in ranks}) == 1
+            assert len(held) == 4
+            for block in ranks:
+                assert await readable(store, block, held[block.digest + block.key])
+
+    run(check)
+
+
+def test_recycled_segment_never_brings_back_what_it_held(folder: Path) -> None:
+    """Old records stay on the disk behind the head of a recycled segment; their seed is of another life."""
+
+    async def check() -> None:
+        async with opened(folder, **TINY) as (store, _):
+            for number in range(58):
+                await put(store, known(number))
+            alive = {known(n).key for n in range(58)} & await keys_read(store)
+        images = b"".join(path.read_bytes() for path in folder.glob("segment-*"))
+        old = [n for n in range(58) if known(n).key in images and known(n).key not in alive]
+        assert old, "the test wants records of an earlier life on the disk"
+        async with opened(folder, **TINY) as (_, found):
+            assert {key.tobytes() for key in found.keys} == alive
+            assert found.dropped == 0
+
+    async def keys_read(store: SegmentStore) -> set[bytes]:
+        held = set()
+        for segment in store._live.ring:
+            for row in segment.rows.live():
+                for number in range(58):
+                    if await readable(store, known(number), segment.extent(row)):
+                        held.add(known(number).key)
+        return held
+
+    run(check)
+
+
+def test_records_copied_from_another_segment_or_life_are_not_taken(folder: Path) -> None:
+    async def check() -> None:
+        path = await filled(folder)
+        data = path.read_bytes()
+        record = data[FIRST : FIRST + RECORD]
+        with path.open("r+b") as file:
+            file.seek(FIRST + COUNT * RECORD)  # behind the last record, where the next would lie
+            file.write(record)
+        good, dropped = await served(folder)
+        assert good == set(range(COUNT))
+        assert dropped == 1
+
+    run(check)
+
+
+def test_tombstones_survive_reopening_and_outlive_what_they_kill(folder: Path) -> None:
+    async def check() -> None:
+        async with opened(folder, **TINY) as (store, _):
+            extents = await put(store, *map(known, range(4)))
+            newer = Block(1, version=9)
+            (again,) = await put(store, newer)
+            entries = [(known(n).digest, known(n).key, extents[n]) for n in (0, 2)]
+            await store.delete([*entries, (newer.digest, newer.key, again)])
+            assert not await readable(store, known(0), extents[0])
+        for turn in range(3):
+            async with opened(folder, **TINY) as (store, found):
+                assert {key.tobytes() for key in found.keys} == {known(3).key}
+                passing = Block(100 + turn)
+                (extent,) = await put(store, passing)
+                await store.delete([(passing.digest, passing.key, extent)])
+
+    run(check)
+
+
+def test_block_stored_again_after_its_delete_is_found(folder: Path) -> None:
+    async def check() -> None:
+        async with opened(folder, **TINY) as (store, _):
+            (extent,) = await put(store, known(1))
+            await store.delete([(known(1).digest, known(1).key, extent)])
+            await put(store, known(1))
+        async with opened(folder, **TINY) as (store, found):
+            (place,) = found.extents
+            assert await readable(store, known(1), place)
+
+    run(check)
+
+
+def test_many_deletes_share_tombstones(folder: Path) -> None:
+    async def check() -> None:
+        blocks = [known(number) for number in range(1000)]
+        fields = {"capacity": 0, "segment_bytes": 32 << 20}
+        async with opened(folder, **fields) as (store, _):
+            extents = await put(store, *blocks)
+            before = store.stats()["written_bytes"]
+            pairs = zip(blocks, extents, strict=True)
+            await store.delete([(block.digest, block.key, extent) for block, extent in pairs])
+            assert store.stats()["written_bytes"] - before <= 80 * KIB
+            assert store.stats()["live_extents"] == 0
+        async with opened(folder, **fields) as (_, found):
+            assert found.extents == []
+
+    run(check)
