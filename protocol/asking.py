@@ -8,6 +8,8 @@ caller did wrong raises.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
@@ -111,20 +113,27 @@ class Asking:
         prepare: Callable[[int], Plan[bool]] | None = None,
         insist: bool = False,
     ) -> Plan[Received | None]:
-        """Ask one thing, once more where the daemon has started a new life in between.
+        """Ask one thing; once more, or with `insist` until the deadline, where the daemon was away or is a new one.
 
         `build` makes the request when the namespaces have their numbers; `prepare` says whether the session will do.
         """
-        for _ in range(2):
+        first: Received | None = None
+        for attempt in itertools.count():
             if not (yield from self.ready(handles, deadline_ns, insist=insist)):
                 return None
             if prepare is not None and not (yield from prepare(deadline_ns)):
                 return None
             received: list[Received | None] = yield Ask([(build(), frames)], deadline_ns)
             first = received[0]
-            if first is None or not session_lost(first[0]):
-                return first
+            if not self.undelivered(first, deadline_ns) or (attempt and not insist):
+                break
         return first
+
+    def undelivered(self, received: Received | None, deadline_ns: int) -> bool:
+        """Whether a request reached no session: the daemon was away, or is another one now. Asking again is safe."""
+        if received is None:
+            return not self.connection.closed and time.monotonic_ns() < deadline_ns
+        return isinstance(received[0], ErrorReply) and received[0].code in _SESSION_LOST
 
     def accept(self, received: Received | None, kind: type[R]) -> R | None:
         """The reply, or None for a daemon that cannot now. Raises RequestError for a mistake of the caller."""
@@ -163,11 +172,6 @@ def as_frame(keys: Keys | bytes | memoryview) -> memoryview:
 def raw(array: np.ndarray[Any, Any]) -> memoryview:
     """A contiguous array as a frame."""
     return array.reshape(-1).view(np.uint8).data
-
-
-def session_lost(reply: AnyReply) -> bool:
-    """Whether the daemon does not know this session: a new life of it, or a session that ended."""
-    return isinstance(reply, ErrorReply) and reply.code in _SESSION_LOST
 
 
 def _registration(handle: NamespaceHandle) -> RegisterNamespace:

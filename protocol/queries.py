@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvtierd.core.keys import KEY_BYTES, Keys
-from kvtierd.protocol.asking import Ask, Asking, Connect, Plan, as_frame, session_lost
+from kvtierd.protocol.asking import Ask, Asking, Plan, as_frame
 from kvtierd.protocol.connection import Received
 from kvtierd.protocol.messages import (
     AnyRequest,
@@ -43,10 +43,11 @@ class Queries:
 
     def ping(self, deadline_ns: int) -> Plan[None]:
         """One round trip."""
-        if not self._connection.up and not (yield Connect(deadline_ns, insist=True)):
-            self._asking.insist(None, HelloReply)
-        received = yield Ask([(Hello(id=0, resume=self._connection.token), ())], deadline_ns)
-        self._asking.insist(received[0], HelloReply)
+        connection = self._connection
+        received = yield from self._asking.request(
+            [], lambda: Hello(id=0, resume=connection.token), (), deadline_ns, insist=True
+        )
+        self._asking.insist(received, HelloReply)
 
     def stats(self, deadline_ns: int) -> Plan[dict[str, Any]]:
         """Counters and gauges of the daemon."""
@@ -103,7 +104,7 @@ class Queries:
             received = yield Ask([(Lookup(id=0, namespaces=numbers), (frames[i],)) for i in left], deadline_ns)
             again = []
             for i, item in zip(left, received, strict=True):
-                if item is not None and session_lost(item[0]):
+                if self._asking.undelivered(item, deadline_ns):
                     again.append(i)
                 else:
                     hits[i] = self._as_hit(item)

@@ -231,8 +231,8 @@ class FakeService:
     def _commit(self, session: Session, request: Commit, frames: Sequence[memoryview]) -> Answer:
         item: FakeReservation = self._mine(session, self.reservations, request.reservation)
         index = list(item.slots) if request.index is None else request.index
-        if stray := [i for i in index if i not in item.slots]:
-            raise RequestError(ErrorCode.BAD_ARGUMENT, f"block {stray[0]} is not reserved")
+        if stray := [i for i in index if i not in item.slots or index.count(i) > 1]:
+            raise RequestError(ErrorCode.BAD_ARGUMENT, f"block {stray[0]} is not reserved, or named twice")
         layers = item.space.geometry.layers
         sums, wholes = np.frombuffer(frames[0], "<u8"), np.frombuffer(frames[1], "<u8")
         if sums.size != len(index) * layers or wholes.size != len(index):

@@ -130,7 +130,7 @@ def test_descriptors_that_a_client_sends_are_closed(raw: RawClient, plug: Callab
         rights = array.array("i", [writer] * 20)
         mine.socket.sendmsg([pack(ArenaMap(CHUNK + 1))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
         assert isinstance(mine.receive(), ArenaGone)
-    assert open_descriptors() == before
+    until(lambda: open_descriptors() <= before)
     os.close(writer)
     assert os.read(reader, 1) == b""  # no copy of the writing end is left anywhere
     os.close(reader)
