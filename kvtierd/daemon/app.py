@@ -32,6 +32,10 @@ class Serving(Protocol):
         """Take no more stores and bring every dirty block to stable storage, while lookups go on."""
         ...
 
+    async def failed(self) -> BaseException:
+        """Return the bug without whose mending the daemon must not go on; never returns while all is well."""
+        ...
+
 
 Compose = Callable[[Settings, Places], AbstractAsyncContextManager[Serving]]
 """Builds every part in order and takes all of them apart in reverse, also when a later one failed."""
@@ -68,8 +72,10 @@ async def _serve(start: Coroutine[Any, Any, Serving], stop: StopRequest, ready_f
         return
     serving = starting.result()
     _announce(serving.endpoint, ready_fd, time.monotonic() - begin_s)
-    await stop.graceful.wait()
+    failing = await _unless(stop.graceful, serving.failed())
     notify("STOPPING=1")
+    if not failing.cancelled():
+        raise failing.result()
     draining = await _unless(stop.at_once, serving.drain())
     if draining.cancelled():
         log.warning("stopped before everything was flushed")

@@ -33,6 +33,10 @@ class Daemon:
         self._manager = manager
         self._server = server
 
+    async def failed(self) -> BaseException:
+        """Return the bug that stopped the tiers' ticker."""
+        return await self._manager.failed()
+
     async def drain(self) -> None:
         """Flush the dirty backlog while lookups go on, then let requests in flight end."""
         await self._manager.drain()

@@ -28,6 +28,7 @@ class Parts:
         self.drain_gate.set()
         self.start_error: Exception | None = None
         self.drain_error: Exception | None = None
+        self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     @contextlib.asynccontextmanager
     async def compose(self, _settings: Settings, places: Places) -> AsyncIterator[Parts]:
@@ -41,6 +42,9 @@ class Parts:
             yield self
         finally:
             self.events.append("closed")
+
+    async def failed(self) -> BaseException:
+        return await self.failure
 
     async def drain(self) -> None:
         self.events.append("draining")
@@ -84,6 +88,20 @@ def test_life_is_start_announce_drain_close(settings: Settings) -> None:
         return parts.events
 
     assert asyncio.run(scenario()) == ["starting", "started", "draining", "drained", "closed"]
+
+
+def test_a_bug_that_stops_a_part_for_good_ends_the_process_instead_of_serving_on(settings: Settings) -> None:
+    async def scenario() -> list[str]:
+        parts = Parts()
+        life = Life(settings, parts)
+        await life.ready()
+        parts.failure.set_result(AssertionError("the ticker stopped"))
+        with pytest.raises(AssertionError, match="the ticker stopped"):
+            await life.task
+        life.stop()
+        return parts.events
+
+    assert asyncio.run(scenario()) == ["starting", "started", "closed"]
 
 
 def test_stop_while_starting_takes_apart_what_was_there(settings: Settings) -> None:
