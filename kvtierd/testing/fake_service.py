@@ -31,7 +31,6 @@ from kvtierd.protocol.messages import (
     CommitReply,
     CountReply,
     Delete,
-    Flush,
     Get,
     GetReply,
     Lookup,
@@ -123,44 +122,52 @@ class FakeService:
         await asyncio.sleep(0)
         return self._serve(session, request, frames)
 
-    def _serve(self, session: Session, request: AnyRequest, frames: Sequence[memoryview]) -> Answer:  # noqa: C901, PLR0911, PLR0912 - one line an operation
+    def _serve(self, session: Session, request: AnyRequest, frames: Sequence[memoryview]) -> Answer:
         match request:
             case RegisterNamespace():
                 return self._register(session, request)
             case Lookup():
                 return self._lookup(session, request, frames)
-            case Reserve():
-                return self._reserve(session, self._space(session, request.namespace), _keys(frames[0]))
             case Commit():
                 return self._commit(session, request, frames)
             case Abort(reservation=number):
                 self._mine(session, self.reservations, number)
                 self._abort(number)
-                return Answer(OkReply(id=0))
+            case Release():
+                self._release(session, request)
+            case Purge() | Stats():
+                return self._manage(session, request)
+            case Reserve() | Acquire() | Put() | Get() | Prefetch() | Pin() | Unpin() | Delete():
+                return self._serve_keys(session, request, self._space(session, request.namespace), frames)
+        return Answer(OkReply(id=0))
+
+    def _manage(self, session: Session, request: Purge | Stats) -> Answer:
+        if isinstance(request, Purge):
+            return self._purge(self._space(session, request.namespace) if request.namespace else None)
+        return Answer(StatsReply(id=0, stats={"blocks": len(self.blocks), "slots_free": len(self.chunk.free)}))
+
+    def _serve_keys(
+        self, session: Session, request: AnyRequest, space: FakeNamespace, frames: Sequence[memoryview]
+    ) -> Answer:
+        keys = _keys(frames[0])
+        match request:
+            case Reserve():
+                return self._reserve(session, space, keys)
             case Acquire():
-                return self._acquire(session, self._space(session, request.namespace), _keys(frames[0]))
-            case Release(leases=numbers):
-                for number in numbers:
-                    self._mine(session, self.leases, number)
-                for number in set(numbers):
-                    self._end_lease(self.leases.pop(number))
-                return Answer(OkReply(id=0))
+                return self._acquire(session, space, keys)
             case Put():
-                return self._put(self._space(session, request.namespace), frames)
+                return self._put(space, frames)
             case Get():
-                return self._get(self._space(session, request.namespace), _keys(frames[0]))
-            case Prefetch() | Pin() | Unpin():
-                return Answer(CountReply(id=0, count=len(self._run(session, request.namespace, frames[0]))))
+                return self._get(space, keys)
             case Delete():
-                return self._delete(self._space(session, request.namespace), _keys(frames[0]))
-            case Purge(namespace=number):
-                return self._purge(self._space(session, number) if number else None)
-            case Flush():
-                return Answer(OkReply(id=0))
-            case Stats():
-                return Answer(StatsReply(id=0, stats={"blocks": len(self.blocks), "slots_free": len(self.chunk.free)}))
-            case _:
-                raise AssertionError(f"the server answers {type(request).__name__} itself")
+                return self._delete(space, keys)
+        return Answer(CountReply(id=0, count=len(self._leading(space, keys))))
+
+    def _release(self, session: Session, request: Release) -> None:
+        for number in request.leases:
+            self._mine(session, self.leases, number)
+        for number in set(request.leases):
+            self._end_lease(self.leases.pop(number))
 
     def _register(self, session: Session, request: RegisterNamespace) -> Answer:
         shape = request.namespace.geometry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from kvtierd.core.geometry import Geometry
 from kvtierd.core.keys import Keys, block_keys
 from kvtierd.core.namespace import Namespace
 from kvtierd.protocol.client import Client
+from kvtierd.protocol.messages import AnyRequest
+from kvtierd.protocol.service import Session
 from kvtierd.testing.fake_daemon import ThreadDaemon
 from kvtierd.testing.raw_client import RawClient
 
@@ -85,3 +88,30 @@ def until(condition: Callable[[], bool]) -> None:
             return
         time.sleep(0.005)
     raise AssertionError("it did not happen")
+
+
+class Gate:
+    """Holds back one kind of request until it is opened."""
+
+    def __init__(self, daemon: ThreadDaemon, kind: type[AnyRequest]) -> None:
+        self._daemon = daemon
+        self._kind = kind
+        self.cancelled = 0
+        self.waiting = 0
+        self._event = daemon.call(asyncio.Event)
+        daemon.service.before = self._before
+
+    def _before(self, session: Session, request: AnyRequest) -> object:
+        del session
+        return self._wait() if isinstance(request, self._kind) else None
+
+    async def _wait(self) -> None:
+        self.waiting += 1
+        try:
+            await self._event.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    def open(self) -> None:
+        self._daemon.call(self._event.set)

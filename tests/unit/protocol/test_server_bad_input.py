@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 
 import msgspec
@@ -44,6 +43,8 @@ from tests.unit.protocol.conftest import PADDED, blocks_of, keys_of
 SPACE = Namespace(model="m", geometry=PADDED)
 KEYS = keys_of(SPACE, 2).tobytes()
 pack = msgspec.msgpack.encode
+PICKLE = b"\x80\x04\x95\x1d\0\0\0\0\0\0\0\x8c\x05posix\x8c\x06system\x93\x8c\x06exit 1\x85R."
+"""What would run a command where somebody unpickled it."""
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +80,7 @@ def space(raw: RawClient) -> int:
         (b"\x91" * 60_000, "no MessagePack map"),
         (encode(Stats(id=9))[:-1], "no MessagePack map"),
         (encode(Stats(id=9)) + b"\0", "no MessagePack map"),
-        (pickle.dumps({"op": "stats", "id": 1}), "no MessagePack map"),
+        (PICKLE, "no MessagePack map"),
         (bytes(MAX_HEADER_BYTES + 1), "65537 bytes; the limit is 65536"),
     ],
     ids=[
