@@ -1,4 +1,8 @@
-"""The page table: block key to row of the block table, a cuckoo hash table (layout, probe and update hold its code)."""
+"""The page table: block key to row of the block table, by cuckoo hashing.
+
+`layout` says where everything lies, `probe` looks keys up, `update` inserts and deletes, `displace` finds room among
+full buckets, `growth` adds buckets.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import secrets
 
 import numpy as np
 
-from kvtierd.index import probe, update
+from kvtierd.index import growth, probe, update
 from kvtierd.index.block_table import NO_NAMESPACE, ROWS_AHEAD, BlockTable
 from kvtierd.index.layout import (
     BUCKETS,
@@ -44,7 +48,7 @@ class PageTable:
 
     def __init__(self, blocks: BlockTable, secret: bytes | None = None) -> None:
         self._records = blocks.records
-        buckets_max = max(INITIAL_BUCKETS, -(-blocks.capacity * update.LOAD_OF // (update.LOAD_AT_CAPACITY * SLOTS)))
+        buckets_max = max(INITIAL_BUCKETS, -(-blocks.capacity * growth.LOAD_OF // (growth.LOAD_AT_CAPACITY * SLOTS)))
         self._table = reserve((HEADER_LINES + buckets_max, LINE_BYTES // 8), np.uint64)
         self._backing = Backing(self._table, ROWS_AHEAD // SLOTS)
         head = self._table[0]
