@@ -105,8 +105,9 @@ class EmbeddedDaemon:
         self._ended(process)
 
     def restart(self, timeout_s: float = START_TIMEOUT_S) -> Self:
-        """Stop it cleanly and start it again on the same folders and endpoint."""
-        self.stop()
+        """Stop it cleanly, if it runs, and start it again on the same folders and endpoint."""
+        if self._process is not None:
+            self.stop()
         return self.start(timeout_s)
 
     def logs(self) -> str:

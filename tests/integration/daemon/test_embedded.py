@@ -99,7 +99,7 @@ def test_killed_daemon_leaves_nothing_that_stops_the_next(spawn) -> None:
     daemon.kill()
     assert list(daemon.runtime_dir.rglob("*.sock"))
     assert daemon.exit_code == -signal.SIGKILL
-    daemon.start()
+    daemon.restart()
     with Client(daemon.endpoint, timeout_s=5) as client:
         assert client.ping() > 0
 
