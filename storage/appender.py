@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 from kvtierd.core.checksum import Bytes
 from kvtierd.core.errors import StorageError
 from kvtierd.core.namespace import Namespace
-from kvtierd.storage.layout import DIGEST_ZERO, MAX_KILLS, header_bytes
+from kvtierd.storage.layout import DIGEST_ZERO, MAX_KILLS
 from kvtierd.storage.record import Kill, Kind, kill_body, namespace_body
 from kvtierd.storage.ring import Ring
 from kvtierd.storage.segment import Segment, fingerprint
-from kvtierd.storage.writer import Draft, Run
+from kvtierd.storage.writer import Draft, Run, header_draft
+
+BREATH = 64
+"""After placing so many records the loop gets a turn: that many take well under a millisecond."""
 
 
 class Appender:
@@ -34,7 +37,9 @@ class Appender:
         async with self._lock:
             try:
                 failure: StorageError | None = None
-                for draft in drafts:
+                for number, draft in enumerate(drafts):
+                    if number % BREATH == BREATH - 1:
+                        await asyncio.sleep(0)
                     draft.error = draft.error or failure
                     if draft.error is None:
                         failure = await self._place(draft, submit)
@@ -67,7 +72,7 @@ class Appender:
         body = self._bodies.get(digest)
         if body is None:
             body = self._bodies[digest] = namespace_body(self._namespaces[digest])
-        return Draft(Kind.NAMESPACE, digest, header_bytes(body.size), body, body.size)
+        return header_draft(Kind.NAMESPACE, digest, body, body.size)
 
     def _namespace_bytes(self, draft: Draft, segment: Segment | None) -> int:
         """What the namespace's record takes, if this draft needs one in front of it."""
@@ -101,6 +106,5 @@ def tombstone_drafts(kills: list[Kill]) -> list[Draft]:
     drafts = []
     for begin in range(0, len(kills), MAX_KILLS):
         part = kills[begin : begin + MAX_KILLS]
-        body = kill_body(part)
-        drafts.append(Draft(Kind.TOMBSTONE, DIGEST_ZERO, header_bytes(body.size), body, len(part), kills=part))
+        drafts.append(header_draft(Kind.TOMBSTONE, DIGEST_ZERO, kill_body(part), len(part), part))
     return drafts

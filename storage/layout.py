@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import struct
+from typing import NamedTuple
 
 import numpy as np
 
+from kvtierd.core.geometry import Geometry
 from kvtierd.core.units import PAGE_BYTES, align_up
 
 FORMAT_VERSION = 1
@@ -71,6 +74,28 @@ def header_bytes(body_bytes: int) -> int:
 def block_header_bytes(layers: int) -> int:
     """Size of the header of a BLOCK record."""
     return header_bytes(8 * layers)
+
+
+class BlockShape(NamedTuple):
+    """What a geometry measures on disk, computed once: the properties of a Geometry are too dear per block."""
+
+    layers: int
+    layer_bytes: int
+    layer_stride: int
+    payload_bytes: int
+    header_bytes: int
+
+    @property
+    def length(self) -> int:
+        """Bytes of a BLOCK record."""
+        return self.header_bytes + self.payload_bytes
+
+
+@functools.lru_cache(maxsize=1024)
+def block_shape(geometry: Geometry) -> BlockShape:
+    """The shape of a geometry's blocks."""
+    layers, header = geometry.layers, block_header_bytes(geometry.layers)
+    return BlockShape(layers, geometry.layer_bytes, geometry.layer_stride, geometry.slot_bytes, header)
 
 
 def segment_name(segment: int) -> str:

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvtierd.core.errors import CorruptionError, StorageError
+from kvtierd.storage.appender import BREATH
 from kvtierd.storage.interface import ReadItem
-from kvtierd.storage.layout import block_header_bytes
+from kvtierd.storage.layout import block_shape
 from kvtierd.storage.pool import IoPool
 from kvtierd.storage.reader import Fetch, ReadRun, item_error, read_run
 from kvtierd.storage.ring import Ring
@@ -25,16 +26,23 @@ class ReadPath:
 
     async def read(self, items: Sequence[ReadItem]) -> list[StorageError | None]:
         """Fetch blocks; see BlockStore.read."""
-        fetches = [Fetch(item, block_header_bytes(item.geometry.layers), item_error(item)) for item in items]
-        runs = self._gather(fetches)
-        if runs:
-            await asyncio.wait([asyncio.create_task(self._execute(run)) for run in runs])
+        fetches: list[Fetch] = []
+        tasks: list[asyncio.Task[None]] = []
+        for begin in range(0, len(items), BREATH):
+            part = [Fetch(item, block_shape(item.geometry), item_error(item)) for item in items[begin : begin + BREATH]]
+            fetches += part
+            tasks += [asyncio.create_task(self._execute(run)) for run in self._gather(part)]
+            await asyncio.sleep(0)
+        if tasks:
+            await asyncio.wait(tasks)
+        for task in tasks:
+            task.result()
         for fetch in fetches:
             self._count(fetch)
         return [fetch.error for fetch in fetches]
 
     def _gather(self, fetches: list[Fetch]) -> list[ReadRun]:
-        """Make requests of neighbours; segments are pinned from here on."""
+        """Make requests of neighbours; segments are pinned from here on, before the loop gets a turn."""
         runs: list[ReadRun] = []
         for fetch in fetches:
             segment = self._locate(fetch)
@@ -64,10 +72,7 @@ class ReadPath:
             await asyncio.wait([submitted])
         finally:
             run.segment.unpin()
-        if crash := submitted.exception():
-            for fetch in run.fetches:
-                fetch.error = StorageError(f"the read request failed: {crash!r}")
-            raise crash
+        submitted.result()
 
     def _count(self, fetch: Fetch) -> None:
         if fetch.error is None:

@@ -11,7 +11,7 @@ from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.storage.buffers import Scratch
 from kvtierd.storage.interface import ReadItem
 from kvtierd.storage.io import read_exact
-from kvtierd.storage.layout import block_header_bytes
+from kvtierd.storage.layout import BlockShape, block_shape
 from kvtierd.storage.record import Kind, Life, RecordHeader, decode, stored_sums
 from kvtierd.storage.segment import Segment
 from kvtierd.storage.writer import RUN_BYTES, RUN_RECORDS
@@ -22,7 +22,7 @@ class Fetch:
     """An item on its way; `error` is why its bytes may not be used."""
 
     item: ReadItem
-    header_bytes: int
+    shape: BlockShape
     error: StorageError | None = None
 
 
@@ -46,7 +46,7 @@ class ReadRun:
         """Take in a fetch that lies behind the last one."""
         self.fetches.append(fetch)
         self.length += fetch.item.extent.length
-        self.headers += fetch.header_bytes
+        self.headers += fetch.shape.header_bytes
 
     def takes(self, segment: Segment, fetch: Fetch) -> bool:
         """Whether the request may grow by this extent."""
@@ -56,7 +56,7 @@ class ReadRun:
             and self.end == extent.offset
             and self.length + extent.length <= RUN_BYTES
             and len(self.fetches) < RUN_RECORDS
-            and self.headers + fetch.header_bytes <= Scratch.HEADERS_BYTES
+            and self.headers + fetch.shape.header_bytes <= Scratch.HEADERS_BYTES
         )
 
 
@@ -77,16 +77,14 @@ def read_run(run: ReadRun, scratch: Scratch) -> None:
 
 def item_error(item: ReadItem) -> StorageError | None:
     """Why an item cannot be read at all: its arrays or its extent do not fit its geometry."""
-    geometry = item.geometry
-    if item.out.shape != (geometry.slot_bytes,) or item.out.dtype != np.uint8:
-        return StorageError(f"a block goes into uint8({geometry.slot_bytes},), not {item.out.dtype}{item.out.shape}")
-    if item.sums.shape != (geometry.layers,) or item.sums.dtype != np.uint64:
-        return StorageError(f"layer sums go into uint64({geometry.layers},), not {item.sums.dtype}{item.sums.shape}")
-    length = block_header_bytes(geometry.layers) + geometry.slot_bytes
-    if item.extent.length != length:
-        return StorageError(
-            f"an extent of {item.extent.length} bytes is no block of this geometry, which takes {length}"
-        )
+    shape = block_shape(item.geometry)
+    if item.out.shape != (shape.payload_bytes,) or item.out.dtype != np.uint8:
+        return StorageError(f"a block goes into uint8({shape.payload_bytes},), not {item.out.dtype}{item.out.shape}")
+    if item.sums.shape != (shape.layers,) or item.sums.dtype != np.uint64:
+        return StorageError(f"layer sums go into uint64({shape.layers},), not {item.sums.dtype}{item.sums.shape}")
+    if item.extent.length != shape.length:
+        found = item.extent.length
+        return StorageError(f"an extent of {found} bytes is no block of this geometry, which takes {shape.length}")
     return None
 
 
@@ -103,8 +101,8 @@ def _transfer(run: ReadRun, fetches: list[Fetch], scratch: Scratch) -> list[Byte
     buffers: list[Bytes] = []
     used = 0
     for fetch in fetches:
-        buffers += (scratch.headers[used : used + fetch.header_bytes], fetch.item.out)
-        used += fetch.header_bytes
+        buffers += (scratch.headers[used : used + fetch.shape.header_bytes], fetch.item.out)
+        used += fetch.shape.header_bytes
     read_exact(run.segment.file, buffers, fetches[0].item.extent.offset, scratch)
     return buffers[::2]
 
@@ -135,6 +133,5 @@ def _verify(life: Life, item: ReadItem, view: Bytes) -> StorageError | None:
 
 
 def _same_shape(header: RecordHeader, item: ReadItem) -> bool:
-    shape = item.geometry
-    found = (header.count, header.layer_bytes, header.layer_stride, header.payload_bytes)
-    return found == (shape.layers, shape.layer_bytes, shape.layer_stride, shape.slot_bytes)
+    found = (header.count, header.layer_bytes, header.layer_stride, header.payload_bytes, header.header_bytes)
+    return found == block_shape(item.geometry)

@@ -9,17 +9,18 @@ import numpy as np
 
 from kvtierd.core.checksum import Bytes, block_sum, layer_sums
 from kvtierd.core.errors import CorruptionError, StorageError
-from kvtierd.core.geometry import Geometry
+from kvtierd.core.keys import KEY_BYTES
 from kvtierd.core.units import MIB
-from kvtierd.storage import layout
 from kvtierd.storage.buffers import Scratch
 from kvtierd.storage.interface import WriteItem
 from kvtierd.storage.io import write_exact
+from kvtierd.storage.layout import block_shape, header_bytes
 from kvtierd.storage.record import Kill, Kind, Life, RecordHeader, encode
 from kvtierd.storage.segment import Segment
 
-RUN_BYTES = 2 * MIB
-"""Small records are gathered into requests of this size; a larger record is a request of its own."""
+RUN_BYTES = MIB
+"""Small records are gathered into requests of this size, so that a batch keeps all threads busy; a larger record is a
+request of its own."""
 RUN_RECORDS = 128
 """Most records of a request: their headers fit the scratch, their buffers one system call."""
 
@@ -31,12 +32,13 @@ EMPTY = np.empty(0, np.uint8)
 class Draft:
     """A record on its way: `body` and `item` are what it will hold, the rest is known once it has a place.
 
-    `error` is why it was not written; `segment` is -1 while it has no place.
+    `length` counts header and payload. `error` is why it was not written; `segment` is -1 while it has no place.
     """
 
     kind: Kind
     namespace: bytes
     header_bytes: int
+    length: int
     body: Bytes = dataclasses.field(default_factory=lambda: EMPTY)
     count: int = 0
     item: WriteItem | None = None
@@ -47,11 +49,6 @@ class Draft:
     sequence: int = 0
     row: int = -1
     error: StorageError | None = None
-
-    @property
-    def length(self) -> int:
-        """Bytes of header and payload."""
-        return self.header_bytes + (self.item.geometry.slot_bytes if self.item else 0)
 
 
 @dataclasses.dataclass(slots=True)
@@ -93,14 +90,16 @@ def write_run(run: Run, scratch: Scratch) -> None:
 
 
 def item_error(item: WriteItem) -> StorageError | None:
-    """Why an item cannot be a record at all: its arrays do not fit its geometry."""
-    geometry: Geometry = item.geometry
-    if item.data.shape != (geometry.slot_bytes,) or item.data.dtype != np.uint8:
+    """Why an item cannot be a record at all: its arrays do not fit its geometry, or its key is none."""
+    shape = block_shape(item.geometry)
+    if item.data.shape != (shape.payload_bytes,) or item.data.dtype != np.uint8:
         return StorageError(
-            f"block data is {item.data.dtype}{item.data.shape}; uint8({geometry.slot_bytes},) is wanted"
+            f"block data is {item.data.dtype}{item.data.shape}; uint8({shape.payload_bytes},) is wanted"
         )
-    if item.sums.shape != (geometry.layers,) or item.sums.dtype != np.uint64:
-        return StorageError(f"layer sums are {item.sums.dtype}{item.sums.shape}; uint64({geometry.layers},) is wanted")
+    if item.sums.shape != (shape.layers,) or item.sums.dtype != np.uint64:
+        return StorageError(f"layer sums are {item.sums.dtype}{item.sums.shape}; uint64({shape.layers},) is wanted")
+    if len(item.key) != KEY_BYTES:
+        return StorageError(f"a key of {len(item.key)} bytes; {KEY_BYTES} are wanted")
     return None
 
 
@@ -151,13 +150,13 @@ def _encode(draft: Draft, life: Life, page: Bytes) -> None:
         )
         encode(header, draft.body, life, page)
         return
-    shape = item.geometry
+    shape = block_shape(item.geometry)
     header = RecordHeader(
         Kind.BLOCK,
         draft.offset,
         draft.sequence,
         draft.header_bytes,
-        payload_bytes=shape.slot_bytes,
+        payload_bytes=shape.payload_bytes,
         count=shape.layers,
         namespace=item.namespace,
         key=item.key,
@@ -170,4 +169,11 @@ def _encode(draft: Draft, life: Life, page: Bytes) -> None:
 
 def block_draft(item: WriteItem) -> Draft:
     """A block's record."""
-    return Draft(Kind.BLOCK, item.namespace, layout.block_header_bytes(item.geometry.layers), item=item)
+    shape = block_shape(item.geometry)
+    return Draft(Kind.BLOCK, item.namespace, shape.header_bytes, shape.length, item=item)
+
+
+def header_draft(kind: Kind, namespace: bytes, body: Bytes, count: int, kills: Sequence[Kill] = ()) -> Draft:
+    """A record without payload."""
+    size = header_bytes(body.size)
+    return Draft(kind, namespace, size, size, body, count, kills=kills)
