@@ -121,6 +121,8 @@ class PrefixIo:
 
     def drop(self, tiers: Sequence[Tier]) -> int:
         """Drop the namespace's copies in `tiers` where another remains. Raises Unavailable without a daemon."""
+        if not tiers:
+            raise ValueError("tiers is empty, which would purge the namespace: name the tiers")
         return self._client.purge(self._handle, tiers=tiers)
 
     def _prefetch(self, keys: Keys, found: Masks) -> None:

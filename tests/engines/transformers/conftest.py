@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ else:
 from kvtierd import Client
 from kvtierd.daemon.embedded import EmbeddedDaemon
 
-SETTINGS = {"host__capacity": "256MiB", "gpu__capacity": "256MiB", "nvme__capacity": "1GiB"}
+HOST_BYTES = 256 << 20
+SETTINGS = {"host__capacity": HOST_BYTES, "gpu__capacity": "256MiB", "nvme__capacity": "1GiB"}
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +37,7 @@ def model(folder: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    torch.set_num_threads(1)  # two threads that wait for each other crawl where other work takes the cores
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
 
 
@@ -46,15 +49,26 @@ def text_ids(folder: Path) -> Any:
     return prompt_ids(folder, 1000)
 
 
+def await_arena(daemon: EmbeddedDaemon) -> None:
+    """The daemon makes its arena after it is ready; until then it refuses stores."""
+    with Client(daemon.endpoint) as probe:
+        give_up_s = time.monotonic() + 20
+        while probe.stats()["host_ready_bytes"] < HOST_BYTES:
+            assert time.monotonic() < give_up_s, "the arena was not made in 20 s"
+            time.sleep(0.05)
+
+
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedDaemon]:
     with EmbeddedDaemon(tmp_path_factory.mktemp("daemon"), **SETTINGS) as running:
+        await_arena(running)
         yield running
 
 
 @pytest.fixture
 def client(daemon: EmbeddedDaemon) -> Iterator[Client]:
-    with Client(daemon.endpoint) as connected:
+    # Loaded machines are slow and these tests are about answers, so deadlines are generous.
+    with Client(daemon.endpoint, timeout_s=5, transfer_timeout_s=20) as connected:
         yield connected
 
 
@@ -66,12 +80,27 @@ def salt(request: pytest.FixtureRequest) -> str:
     return f"{request.node.name}-{next(_salts)}"
 
 
+@pytest.fixture(scope="session")
+def plain(model: Any) -> Callable[..., Any]:
+    """What model.generate alone answers, greedy: the reference, computed once for each prompt."""
+    answers: dict[tuple[bytes, str], Any] = {}
+
+    def generate(input_ids: Any, **options: Any) -> Any:
+        key = (input_ids.numpy().tobytes(), repr(options))
+        if key not in answers:
+            answers[key] = model.generate(input_ids, **options)
+        return answers[key]
+
+    return generate
+
+
 @pytest.fixture
 def new_store(client: Client, model: Any, salt: str) -> Callable[..., Any]:
     """Make prefix stores that share a namespace which no other test uses."""
     from kvtierd.connectors.transformers import PrefixStore
 
     def make(**options: Any) -> Any:
-        return PrefixStore(options.pop("client", client), options.pop("model", model), tenant_salt=salt, **options)
+        options = {"client": client, "model": model, "block_size": 32, **options}
+        return PrefixStore(options.pop("client"), options.pop("model"), tenant_salt=salt, **options)
 
     return make
