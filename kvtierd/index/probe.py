@@ -61,7 +61,7 @@ def find(table: Words, records: Words, keys: npt.NDArray[Any], at: Word, hashed:
     return np.int32(-1)
 
 
-@helper
+@subroutine
 def _start(table: Words, keys: Keys, begin: Word, end: Word, place: Word, namespace: Word) -> None:
     """Hash keys begin..end-1 into the scratch from `place` on, and prefetch their buckets."""
     buckets, mask = table[0, BUCKETS], table[0, MASK]
@@ -74,7 +74,7 @@ def _start(table: Words, keys: Keys, begin: Word, end: Word, place: Word, namesp
         prefetch(table, second)
 
 
-@helper
+@subroutine
 def _choose(table: Words, records: Words, count: Word, place: Word, namespace: Word) -> Word:
     """Note the first entry that matches by tag and namespace, and prefetch its record; returns how many keys have two
     different buckets.

@@ -41,7 +41,7 @@ SPLITS_MAX = 4
 """Most buckets split for one key, beside the growth that is due, when it finds no place otherwise."""
 
 
-@helper
+@subroutine
 def _settle(table: Words, records: Words, hashed: Word, namespace: Word, row: Word) -> bool:
     """Put an entry into one of its buckets, displacing others where both are full."""
     first, second = buckets_of(hashed, table[0, BUCKETS], table[0, MASK])
@@ -75,7 +75,7 @@ def _insert_one(table: Words, records: Words, hashed: Word, row: Word) -> Word:
     return np.int32(INSERTED)
 
 
-@helper
+@subroutine
 def _start_chunk(table: Words, records: Words, rows: Rows, begin: Word, end: Word) -> None:
     """Hash the keys of some rows and prefetch their buckets."""
     for i in range(begin, end):
