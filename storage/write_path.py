@@ -33,7 +33,7 @@ class WritePath:
         self._namespaces = namespaces
         self._counters = counters
         self._appender = Appender(ring, namespaces)
-        self._inflight: set[asyncio.Task[None]] = set()
+        self._batches: set[asyncio.Future[None]] = set()
         self._pending_kills: list[Kill] = []
         self._lost_namespaces: set[bytes] = set()
 
@@ -84,9 +84,9 @@ class WritePath:
         return len(self._pending_kills)
 
     async def settle(self) -> None:
-        """Return when the requests that are in flight now are done."""
-        if inflight := list(self._inflight):
-            await asyncio.wait(inflight)
+        """Return when the batches that have begun are written."""
+        if begun := list(self._batches):
+            await asyncio.wait(begun)
 
     def distrust(self, segment: Segment, unsynced: Unsynced) -> list[tuple[int, Extent]]:
         """A sync failed, and after that the system may call clean what it lost: forget the blocks that it covered.
@@ -117,19 +117,16 @@ class WritePath:
     async def _append(self, drafts: list[Draft]) -> None:
         """Place and write; returns when every draft has its outcome."""
         mine: list[asyncio.Task[None]] = []
-
-        def submit(run: Run) -> None:
-            task = asyncio.create_task(self._execute(run))
-            self._inflight.add(task)
-            task.add_done_callback(self._inflight.discard)
-            mine.append(task)
-
+        done = asyncio.get_running_loop().create_future()
+        self._batches.add(done)
         try:
-            await self._appender.append(drafts, submit)
+            await self._appender.append(drafts, lambda run: mine.append(asyncio.create_task(self._execute(run))))
         finally:
             # The caller's buffers are in use until every request is done, whatever happened in between.
             if mine:
                 await asyncio.wait(mine)
+            self._batches.discard(done)
+            done.set_result(None)
         for task in mine:
             task.result()
         for draft in drafts:
