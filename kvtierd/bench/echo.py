@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import zmq
 import zmq.asyncio
@@ -52,7 +53,10 @@ async def _answer(socket: zmq.asyncio.Socket, reply: bytes) -> None:
 def echo_process(endpoint: str, reply_bytes: int) -> Iterator[None]:
     """Run the echo in a process of its own for the length of the block."""
     command = [sys.executable, "-m", "kvtierd.bench.echo", endpoint, str(reply_bytes)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    # The child must find this very package, also where it runs uninstalled from another folder.
+    paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdin is not None
     assert process.stdout is not None
     try:

@@ -39,8 +39,11 @@ class Reads:
         self._client, self._batches = client, batches
         self._handle = client.register(namespace(LARGE))
         self._out = private_memory(BATCH * BLOCK_BYTES, seed=3).reshape(BATCH, BLOCK_BYTES)
+        begin = time.perf_counter()
         for keys in batches:
             expect("stored", client.store(self._handle, keys, source).stored, BATCH)
+        self.first_store_rate = len(batches) * BATCH * BLOCK_BYTES / (time.perf_counter() - begin)
+        """Bytes a second into slots whose pages this client had not mapped before: a page fault each 4 KiB."""
 
     def rate(self, *, verify: bool) -> float:
         """Bytes a second."""
@@ -146,6 +149,7 @@ def _read_rows(reads: Reads, plain: PlainCopies, rounds: int) -> Iterator[Row]:
     )
     yield _row("acquire, copy out, release, no checksum", bare, reference, ">= 0.85")
     yield _row("acquire, copy out, release", checked, reference, ">= 0.4")
+    yield make_row("host", "store, first touch of the arena by a client", reads.first_store_rate / 1e9, "GB/s")
 
 
 def _write_rows(writes: Writes, plain: PlainCopies, rounds: int) -> Iterator[Row]:

@@ -25,6 +25,14 @@ class Options:
         return quick if self.quick else full
 
 
+def busy_note() -> str:
+    """A line of warning where others use this machine's CPUs, which the figures would show; else an empty string."""
+    load, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load < cpus / 2:
+        return ""
+    return f"the load of this machine is {load:.1f} on {cpus} CPUs: others disturb the figures"
+
+
 def l3_bytes(caches: Path = _CACHES) -> int:
     """Size of the last-level cache that CPU 0 sees; 32 MiB where the kernel does not say."""
     for index in sorted(caches.glob("index*")):

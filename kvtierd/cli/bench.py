@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvtierd.bench.catalogue import BENCHES, run_bench
-from kvtierd.bench.options import Options
-from kvtierd.bench.rows import BenchError, Row, as_json, as_table
+from kvtierd.bench.options import Options, busy_note
+from kvtierd.bench.rows import Row, as_json, as_table
+from kvtierd.core.errors import ExitCode, KvtierdError
+from kvtierd.daemon.embedded import EmbeddedDaemonError
 
 EXIT_MISSED = 1
 EXIT_CANNOT_RUN = 69  # EX_UNAVAILABLE
@@ -29,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the benches asked for. A bench that cannot run here is named on standard error; the others still run."""
+    if args.directory is not None and not args.directory.is_dir():
+        print(f"kvtierctl bench: --directory {args.directory} is no folder", file=sys.stderr)
+        return ExitCode.USAGE
+    if note := busy_note():
+        print(f"kvtierctl bench: {note}", file=sys.stderr)
     names = list(BENCHES) if args.name == "all" else [args.name]
     options = Options(quick=args.quick, directory=args.directory)
     rows: list[Row] = []
@@ -36,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     for name in names:
         try:
             rows += _shown(run_bench(name, options), as_lines=args.json)
-        except BenchError as error:
+        except (KvtierdError, EmbeddedDaemonError) as error:
             print(f"kvtierctl bench {name}: {error}", file=sys.stderr)
             failed = True
     if rows and not args.json:

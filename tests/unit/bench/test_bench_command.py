@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from kvtierd.bench import demo
 from kvtierd.bench.catalogue import BENCHES, run_bench
-from kvtierd.bench.options import Options
+from kvtierd.bench.options import Options, busy_note
 from kvtierd.bench.rows import BenchError, Row, make_row
 from kvtierd.cli import bench as command
 
@@ -24,7 +25,7 @@ ROWS = {
 @pytest.fixture
 def _scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(name: str, options: Options) -> Iterator[Row]:
-        assert options == Options(quick=True, directory=Path("/somewhere"))
+        assert options == Options(quick=True, directory=Path("/"))
         if name not in ROWS:
             raise BenchError(f"{name} wants what is not here")
         yield from ROWS[name]
@@ -35,7 +36,7 @@ def _scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 def call(*arguments: str) -> int:
     parser = argparse.ArgumentParser(prog="kvtierctl bench")
     command.add_arguments(parser)
-    return command.run(parser.parse_args([*arguments, "--quick", "--directory", "/somewhere"]))
+    return command.run(parser.parse_args([*arguments, "--quick", "--directory", "/"]))
 
 
 @pytest.mark.usefixtures("_scripted")
@@ -73,6 +74,21 @@ def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nonsense" in capsys.readouterr().err
     with pytest.raises(ValueError, match="'nonsense' is no bench"):
         run_bench("nonsense", Options())
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    missing = tmp_path / "missing"
+    assert command.run(parser.parse_args(["host", "--directory", str(missing)])) == 64
+    assert f"{missing} is no folder" in capsys.readouterr().err
+
+
+def test_a_busy_machine_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
+    assert "load of this machine is 1000.0" in busy_note()
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    assert not busy_note()
 
 
 @pytest.mark.parametrize("name", BENCHES)
