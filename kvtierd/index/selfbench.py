@@ -29,6 +29,8 @@ class Growth:
     inserts_per_second: float
     pause_ms: float
     """Longest step (`alloc`, writing the keys and `insert` for one batch), each at its fastest of all replays."""
+    pause_cpu_ms: float
+    """The same in processor time of the thread: on a machine so busy that a step is interrupted in every replay."""
     pause_once_ms: float
     """Longest step of any replay: with whatever else had the processor meanwhile."""
     load_before_growth: float
@@ -134,12 +136,13 @@ def growth(start: int, end: int, batch: int = 32, replays: int = 3) -> Growth:
     """
     keys = random_keys(end, 4)
     runs = [_grow(keys, start, batch) for _ in range(replays)]
-    step_ns = np.min([run[0] for run in runs], axis=0)
+    wall_ns, cpu_ns = (np.min([run[0][:, clock] for run in runs], axis=0) for clock in range(2))
     stats = runs[0][1]
     return Growth(
-        inserts_per_second=(end - start) / (float(step_ns.sum()) / 1e9),
-        pause_ms=float(step_ns.max()) / 1e6,
-        pause_once_ms=max(float(run[0].max()) for run in runs) / 1e6,
+        inserts_per_second=(end - start) / (float(wall_ns.sum()) / 1e9),
+        pause_ms=float(wall_ns.max()) / 1e6,
+        pause_cpu_ms=float(cpu_ns.max()) / 1e6,
+        pause_once_ms=max(float(run[0][:, 0].max()) for run in runs) / 1e6,
         load_before_growth=stats["load_before_growth"],
         searched_max=int(stats["searched_max"]),
         stashed_max=int(stats["stashed_max"]),
@@ -148,16 +151,18 @@ def growth(start: int, end: int, batch: int = 32, replays: int = 3) -> Growth:
 
 
 def _grow(keys: Keys, start: int, batch: int) -> tuple[npt.NDArray[np.int64], dict[str, int | float]]:
-    """One replay: nanoseconds of each step, and the table's counters with the extremes on the way."""
+    """One replay: nanoseconds of each step by wall and by processor ([steps, 2]), and the table's counters with the
+    extremes on the way."""
     blocks, pages = filled(keys[:start], capacity=2 * len(keys), secret=b"growth, replayed")
     step_ns, load, stashed, before = [], 0.0, 0, pages.stats()
     for at in range(start, len(keys), batch):
         added = keys[at : at + batch]
-        begin = time.perf_counter_ns()
+        begin, cpu = time.perf_counter_ns(), time.thread_time_ns()
         rows = blocks.alloc(len(added))
         blocks.key[rows], blocks.namespace[rows] = added, NAMESPACE
         pages.insert(rows)
-        step_ns.append(time.perf_counter_ns() - begin)
+        cpu = time.thread_time_ns() - cpu
+        step_ns.append((time.perf_counter_ns() - begin, cpu))
         after = pages.stats()
         if after["splits"] > before["splits"]:
             load = max(load, before["load"])
