@@ -93,22 +93,22 @@ class AsyncClient:
         """As `Client.prefetch`."""
         deadline_ns = self._transfer_ns(timeout_s) if wait else self._deadline_ns(timeout_s)
 
-        def build() -> AnyRequest:
-            return Prefetch(id=0, namespace=namespace.number, tier=tier, wait=wait)
+        def build(number: int) -> AnyRequest:
+            return Prefetch(id=0, namespace=number, tier=tier, wait=wait)
 
         return await self._driver.run(self._queries.count(namespace, build, keys, deadline_ns))
 
     async def pin(self, namespace: NamespaceHandle, keys: Keys, *, timeout_s: float | None = None) -> int:
         """As `Client.pin`."""
-        return await self._count(namespace, lambda: Pin(id=0, namespace=namespace.number), keys, timeout_s)
+        return await self._count(namespace, lambda number: Pin(id=0, namespace=number), keys, timeout_s)
 
     async def unpin(self, namespace: NamespaceHandle, keys: Keys, *, timeout_s: float | None = None) -> int:
         """As `Client.unpin`."""
-        return await self._count(namespace, lambda: Unpin(id=0, namespace=namespace.number), keys, timeout_s)
+        return await self._count(namespace, lambda number: Unpin(id=0, namespace=number), keys, timeout_s)
 
     async def delete(self, namespace: NamespaceHandle, keys: Keys, *, timeout_s: float | None = None) -> int:
         """As `Client.delete`."""
-        return await self._count(namespace, lambda: Delete(id=0, namespace=namespace.number), keys, timeout_s)
+        return await self._count(namespace, lambda number: Delete(id=0, namespace=number), keys, timeout_s)
 
     async def purge(
         self, namespace: NamespaceHandle | None = None, *, tiers: Sequence[Tier] = (), timeout_s: float | None = None
@@ -205,7 +205,7 @@ class AsyncClient:
         return time.monotonic_ns() + int((self.transfer_timeout_s if timeout_s is None else timeout_s) * 1e9)
 
     async def _count(
-        self, namespace: NamespaceHandle, build: Callable[[], AnyRequest], keys: Keys, timeout_s: float | None
+        self, namespace: NamespaceHandle, build: Callable[[int], AnyRequest], keys: Keys, timeout_s: float | None
     ) -> int:
         return await self._driver.run(self._queries.count(namespace, build, keys, self._deadline_ns(timeout_s)))
 

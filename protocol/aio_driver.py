@@ -177,7 +177,7 @@ class AsyncDriver:
     async def _send(self, step: Ask, group: Group, event: asyncio.Event, pending: list[Pending]) -> None:
         wire_ns = wire_deadline_ns(step.deadline_ns)
         for request, frames in step.requests:
-            if not self._connection.up:
+            if not self._connection.up or self._connection.session_no != step.session_no:
                 return
             sent = self._connection.submit(request, frames, wire_ns, group)
             if sent is None:

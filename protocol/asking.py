@@ -40,7 +40,7 @@ _TEMPORARY = frozenset(
     }
 )
 """Errors that are the daemon's state and no mistake of the caller."""
-_SESSION_LOST = (ErrorCode.STALE_EPOCH, ErrorCode.NO_SESSION)
+_SESSION_LOST = frozenset({ErrorCode.STALE_EPOCH, ErrorCode.NO_SESSION})
 
 
 @dataclasses.dataclass(slots=True)
@@ -56,9 +56,13 @@ class Connect:
 
 @dataclasses.dataclass(slots=True)
 class Ask:
-    """Send requests and wait for their replies; the outcome is a list with None for each that stayed out."""
+    """Send requests and wait for their replies; the outcome is a list with None for each that stayed out.
+
+    They name things of session `session_no` and are not sent in another one.
+    """
 
     requests: Sequence[tuple[AnyRequest, Sequence[Frame]]]
+    session_no: int
     deadline_ns: int
 
 
@@ -82,31 +86,30 @@ class Asking:
         self.connection = connection
         self.counters = connection.counters
 
-    def ready(self, handles: Sequence[NamespaceHandle], deadline_ns: int, *, insist: bool = False) -> Plan[bool]:
-        """Have a session in which all these namespaces have numbers."""
+    def ready(
+        self, handles: Sequence[NamespaceHandle], deadline_ns: int, *, insist: bool = False
+    ) -> Plan[tuple[int, list[int]] | None]:
+        """Have a session: which, and the numbers of these namespaces in it; None where the daemon is away."""
         connection = self.connection
         if not connection.up and not (yield Connect(deadline_ns, insist)):
-            return False
-        todo = [handle for handle in handles if handle.session_no != connection.session_no]
-        if not todo:
-            return True
-        session_no = connection.session_no
-        requests = [(_registration(handle), ()) for handle in todo]
-        received = yield Ask(requests, deadline_ns)
-        for handle, item in zip(todo, received, strict=True):
-            reply = self.accept(item, NamespaceReply)
-            if reply is None:
-                return False
-            if reply.digest != handle.digest:
-                message = f"the daemon derives another digest for {handle.namespace.model!r}: versions do not match"
-                raise KvtierdError(message)
-            handle.number, handle.session_no = reply.namespace, session_no
-        return True
+            return None
+        session_no, numbers = connection.session_no, connection.numbers
+        if todo := [handle for handle in handles if handle.identity not in numbers]:
+            received = yield Ask([(_registration(handle), ()) for handle in todo], session_no, deadline_ns)
+            for handle, item in zip(todo, received, strict=True):
+                reply = self.accept(item, NamespaceReply)
+                if reply is None:
+                    return None
+                if reply.digest != handle.digest:
+                    message = f"the daemon derives another digest for {handle.namespace.model!r}: versions do not match"
+                    raise KvtierdError(message)
+                numbers[handle.identity] = reply.namespace
+        return session_no, [numbers[handle.identity] for handle in handles]
 
     def request(
         self,
         handles: Sequence[NamespaceHandle],
-        build: Callable[[], AnyRequest],
+        build: Callable[[list[int]], AnyRequest],
         frames: Sequence[Frame],
         deadline_ns: int,
         *,
@@ -115,15 +118,17 @@ class Asking:
     ) -> Plan[Received | None]:
         """Ask one thing; once more, or with `insist` until the deadline, where the daemon was away or is a new one.
 
-        `build` makes the request when the namespaces have their numbers; `prepare` says whether the session will do.
+        `build` makes the request from the namespaces' numbers; `prepare` says whether the session will do.
         """
         first: Received | None = None
         for attempt in itertools.count():
-            if not (yield from self.ready(handles, deadline_ns, insist=insist)):
+            ready = yield from self.ready(handles, deadline_ns, insist=insist)
+            if ready is None:
                 return None
+            session_no, numbers = ready
             if prepare is not None and not (yield from prepare(deadline_ns)):
                 return None
-            received: list[Received | None] = yield Ask([(build(), frames)], deadline_ns)
+            received: list[Received | None] = yield Ask([(build(numbers), frames)], session_no, deadline_ns)
             first = received[0]
             if not self.undelivered(first, deadline_ns) or (attempt and not insist):
                 break

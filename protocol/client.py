@@ -107,7 +107,7 @@ class Client:
         return self._driver.run(
             self._queries.count(
                 namespace,
-                lambda: Prefetch(id=0, namespace=namespace.number, tier=tier, wait=wait),
+                lambda number: Prefetch(id=0, namespace=number, tier=tier, wait=wait),
                 keys,
                 deadline_ns,
             )
@@ -115,15 +115,15 @@ class Client:
 
     def pin(self, namespace: NamespaceHandle, keys: Keys, *, timeout_s: float | None = None) -> int:
         """Keep blocks until `unpin` or `close`; how many are pinned."""
-        return self._count(namespace, lambda: Pin(id=0, namespace=namespace.number), keys, timeout_s)
+        return self._count(namespace, lambda number: Pin(id=0, namespace=number), keys, timeout_s)
 
     def unpin(self, namespace: NamespaceHandle, keys: Keys, *, timeout_s: float | None = None) -> int:
         """Take back pins of this client; how many there were."""
-        return self._count(namespace, lambda: Unpin(id=0, namespace=namespace.number), keys, timeout_s)
+        return self._count(namespace, lambda number: Unpin(id=0, namespace=number), keys, timeout_s)
 
     def delete(self, namespace: NamespaceHandle, keys: Keys, *, timeout_s: float | None = None) -> int:
         """Forget blocks in every tier; how many there were."""
-        return self._count(namespace, lambda: Delete(id=0, namespace=namespace.number), keys, timeout_s)
+        return self._count(namespace, lambda number: Delete(id=0, namespace=number), keys, timeout_s)
 
     def purge(
         self, namespace: NamespaceHandle | None = None, *, tiers: Sequence[Tier] = (), timeout_s: float | None = None
@@ -216,6 +216,6 @@ class Client:
         return time.monotonic_ns() + int((self.transfer_timeout_s if timeout_s is None else timeout_s) * 1e9)
 
     def _count(
-        self, namespace: NamespaceHandle, build: Callable[[], AnyRequest], keys: Keys, timeout_s: float | None
+        self, namespace: NamespaceHandle, build: Callable[[int], AnyRequest], keys: Keys, timeout_s: float | None
     ) -> int:
         return self._driver.run(self._queries.count(namespace, build, keys, self._deadline_ns(timeout_s)))

@@ -42,7 +42,8 @@ QUEUE_MESSAGES = 8192
 """ZeroMQ's high-water mark: over what all threads together leave unanswered."""
 MAX_HELLOS = 16
 MAX_ORPHANS = 4096
-ZERO_COPY_BYTES = 64 << 10
+ZERO_COPY_BYTES = 128 << 10
+"""As in the server: sharing memory with ZeroMQ is dearer than a small copy."""
 
 _SESSION_LOST = frozenset({ErrorCode.STALE_EPOCH, ErrorCode.NO_SESSION})
 
@@ -86,7 +87,9 @@ class Connection:
         self.closed = False
         self.epoch = 0
         self.session_no = 0
-        """Counts sessions: numbers of namespaces, leases and reservations mean something only within one."""
+        """Counts sessions: numbers of leases and reservations mean something only within one."""
+        self.numbers: dict[tuple[bytes, bool], int] = {}
+        """Numbers of namespaces in this session, by their handles' identity; a new session has a new dict."""
         self.socket_no = 0
         """Counts sockets: a descriptor's number may come again."""
         self.token = b""
@@ -153,6 +156,7 @@ class Connection:
         self.up = False
         self.token = b""
         self.session_no += 1
+        self.numbers = {}
         self._pending.clear()
         self._hello_ids.clear()
         self.orphans.clear()
@@ -213,6 +217,7 @@ class Connection:
         self.silent = False
         if reply.token != self.token or reply.epoch != self.epoch:
             self.session_no += 1
+            self.numbers = {}
         self.epoch, self.token, self.arena_path = reply.epoch, reply.token, reply.arena
         self.max_batch, self.max_message_bytes = reply.max_batch, reply.max_message_bytes
         self.up = True
@@ -323,8 +328,9 @@ class Connection:
             for position, frame in enumerate(frames):
                 nbytes = frame.nbytes if isinstance(frame, memoryview) else len(frame)
                 flags = zmq.NOBLOCK if position == last else zmq.NOBLOCK | zmq.SNDMORE
-                # Large frames are copied too: the caller may reuse its memory as soon as the call has timed out.
-                socket.send(frame, flags, copy=nbytes < ZERO_COPY_BYTES or not isinstance(frame, bytes))
+                # Large payload is shared. The caller may change it after a timeout, while ZeroMQ still sends: then its
+                # checksum does not match, and the daemon stores nothing of the request.
+                socket.send(frame, flags, copy=nbytes < ZERO_COPY_BYTES)
         except zmq.Again:
             return False
         self._used = True

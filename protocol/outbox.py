@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import logging
 from collections.abc import Callable
 
 import zmq
@@ -12,11 +13,15 @@ import zmq
 from kvtierd.protocol.service import Answer, Frame
 from kvtierd.protocol.sessions import Peer
 
-ZERO_COPY_BYTES = 64 << 10
-"""Frames from this size on leave without a copy: below, the bookkeeping costs more than the copy (measured)."""
+log = logging.getLogger(__name__)
 
-POLL_S = 0.002
-"""How often we look whether ZeroMQ is done with frames that it shares with us; only while there are any."""
+ZERO_COPY_BYTES = 128 << 10
+"""Frames from this size on leave without a copy. Measured: sharing costs 8 to 15 µs at any size, a copy 5 µs for 64 KiB
+and from 128 KiB on, where the allocator maps fresh pages, over 45 µs."""
+
+POLL_S, POLL_MAX_S = 0.001, 0.064
+"""How often we look whether ZeroMQ is done with frames that it shares with us: only while there are any, and less and
+less often while their client does not read."""
 
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 
@@ -44,6 +49,7 @@ class Outbox:
         self._gone: bytes | None = None
         self._shared: collections.deque[_Shared] = collections.deque()
         self._timer: asyncio.TimerHandle | None = None
+        self._poll_s = POLL_S
 
     def send(self, rid: bytes, header: bytes, answer: Answer, peer: Peer | None) -> bool:
         """Queue one reply; False when the client is gone or does not read.
@@ -102,25 +108,33 @@ class Outbox:
         if item.peer is not None:
             item.peer.unsent_bytes += item.nbytes
         self._shared.append(item)
+        if self._timer is not None and self._poll_s > POLL_S:
+            self._timer.cancel()
+            self._timer = None
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(POLL_S, self._poll)
+            self._arm(POLL_S)
+
+    def _arm(self, poll_s: float) -> None:
+        self._poll_s = poll_s
+        self._timer = asyncio.get_running_loop().call_later(poll_s, self._poll)
 
     def _poll(self) -> None:
-        self._timer = None
-        for _ in range(len(self._shared)):
+        before = len(self._shared)
+        for _ in range(before):
             item = self._shared.popleft()
             if all(tracker.done for tracker in item.trackers):
                 self._release(item)
             else:
                 self._shared.append(item)
+        self._timer = None
         if self._shared:
-            self._timer = asyncio.get_running_loop().call_later(POLL_S, self._poll)
+            self._arm(POLL_S if len(self._shared) < before else min(2 * self._poll_s, POLL_MAX_S))
 
     @staticmethod
     def _release(item: _Shared) -> None:
         if item.peer is not None:
             item.peer.unsent_bytes -= item.nbytes
-        item.on_sent()
+        _call(item.on_sent)
 
     def close(self) -> None:
         """After the socket and its context are closed: ZeroMQ reads nothing any more."""
@@ -144,4 +158,11 @@ def _nothing() -> None:
 
 def _done(answer: Answer) -> None:
     if answer.on_sent is not None:
-        answer.on_sent()
+        _call(answer.on_sent)
+
+
+def _call(on_sent: Callable[[], None]) -> None:
+    try:
+        on_sent()
+    except Exception:
+        log.exception("the service failed to take back the frames of an answer")

@@ -45,18 +45,18 @@ class Queries:
         """One round trip."""
         connection = self._connection
         received = yield from self._asking.request(
-            [], lambda: Hello(id=0, resume=connection.token), (), deadline_ns, insist=True
+            [], lambda _: Hello(id=0, resume=connection.token), (), deadline_ns, insist=True
         )
         self._asking.insist(received, HelloReply)
 
     def stats(self, deadline_ns: int) -> Plan[dict[str, Any]]:
         """Counters and gauges of the daemon."""
-        received = yield from self._asking.request([], lambda: Stats(id=0), (), deadline_ns, insist=True)
+        received = yield from self._asking.request([], lambda _: Stats(id=0), (), deadline_ns, insist=True)
         return self._asking.insist(received, StatsReply).stats
 
     def flush(self, deadline_ns: int) -> Plan[None]:
         """Everything committed before is durable, or dropped and counted."""
-        received = yield from self._asking.request([], lambda: Flush(id=0), (), deadline_ns, insist=True)
+        received = yield from self._asking.request([], lambda _: Flush(id=0), (), deadline_ns, insist=True)
         self._asking.insist(received, OkReply)
 
     def lookup(self, handles: Sequence[NamespaceHandle], keys: Sequence[Keys], deadline_ns: int) -> Plan[Hit]:
@@ -78,7 +78,7 @@ class Queries:
 
     def _lookup_piece(self, handles: Sequence[NamespaceHandle], frames: Sequence[Frame], deadline_ns: int) -> Plan[Hit]:
         received = yield from self._asking.request(
-            handles, lambda: Lookup(id=0, namespaces=[handle.number for handle in handles]), frames, deadline_ns
+            handles, lambda numbers: Lookup(id=0, namespaces=numbers), frames, deadline_ns
         )
         return self._as_hit(received)
 
@@ -98,10 +98,12 @@ class Queries:
         left = list(range(len(frames)))
         hits = [NO_HIT] * len(frames)
         for _ in range(2):
-            if not (yield from self._asking.ready([handle], deadline_ns)):
+            ready = yield from self._asking.ready([handle], deadline_ns)
+            if ready is None:
                 break
-            numbers = [handle.number]
-            received = yield Ask([(Lookup(id=0, namespaces=numbers), (frames[i],)) for i in left], deadline_ns)
+            session_no, numbers = ready
+            requests = [(Lookup(id=0, namespaces=numbers), (frames[i],)) for i in left]
+            received = yield Ask(requests, session_no, deadline_ns)
             again = []
             for i, item in zip(left, received, strict=True):
                 if self._asking.undelivered(item, deadline_ns):
@@ -115,14 +117,16 @@ class Queries:
         return hits
 
     def count(
-        self, handle: NamespaceHandle, build: Callable[[], AnyRequest], keys: Keys, deadline_ns: int
+        self, handle: NamespaceHandle, build: Callable[[int], AnyRequest], keys: Keys, deadline_ns: int
     ) -> Plan[int]:
         """Prefetch, pin, unpin, delete: how many blocks it concerned, 0 without a daemon."""
         data = as_frame(keys)
         limit = self._connection.max_batch * KEY_BYTES
         total = 0
         for begin in range(0, max(1, data.nbytes), limit):
-            received = yield from self._asking.request([handle], build, (data[begin : begin + limit],), deadline_ns)
+            received = yield from self._asking.request(
+                [handle], lambda numbers: build(numbers[0]), (data[begin : begin + limit],), deadline_ns
+            )
             reply = self._asking.accept(received, CountReply)
             if reply is None:
                 self._counters["requests_unavailable"] += 1
@@ -133,8 +137,8 @@ class Queries:
     def purge(self, handle: NamespaceHandle | None, tiers: Sequence[Tier], deadline_ns: int) -> Plan[int]:
         """Forget a namespace or everything; raises Unavailable where the daemon did not."""
 
-        def build() -> AnyRequest:
-            return Purge(id=0, namespace=handle.number if handle else 0, tiers=list(tiers))
+        def build(numbers: list[int]) -> AnyRequest:
+            return Purge(id=0, namespace=numbers[0] if numbers else 0, tiers=list(tiers))
 
         received = yield from self._asking.request([handle] if handle else [], build, (), deadline_ns, insist=True)
         return self._asking.insist(received, CountReply).count

@@ -24,7 +24,7 @@ TIER_GPU, TIER_HOST, TIER_NVME = 1, 2, 4
 """Bits of a residency mask: a block can be in several tiers at once."""
 
 
-class Message(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="op"):
+class Message(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="op", gc=False):
     """What every message carries: `id` pairs a reply with its request."""
 
     id: int

@@ -19,18 +19,17 @@ NO_MASKS.flags.writeable = False
 
 
 class NamespaceHandle:
-    """A registered namespace. It stays valid over reconnects: the client registers it again by itself."""
+    """A registered namespace. It stays valid over reconnects and with every client: each registers it by itself."""
 
-    __slots__ = ("allow_loss", "digest", "geometry", "namespace", "number", "session_no")
+    __slots__ = ("allow_loss", "digest", "geometry", "identity", "namespace")
 
     def __init__(self, namespace: Namespace, *, allow_loss: bool) -> None:
         self.namespace = namespace
         self.geometry: Geometry = namespace.geometry
         self.digest = namespace.digest()
         self.allow_loss = allow_loss
-        self.number = 0
-        self.session_no = 0
-        """The session in which `number` means this namespace; the client's business."""
+        self.identity = (self.digest, allow_loss)
+        """What a client keeps its number under, session by session."""
 
     def __repr__(self) -> str:
         return f"NamespaceHandle({self.namespace.model!r}, digest={self.digest[:4].hex()}…)"

@@ -14,7 +14,7 @@ from kvtierd.core.checksum import Bytes, Sums
 from kvtierd.core.errors import KvtierdError
 from kvtierd.core.keys import KEY_BYTES, Keys
 from kvtierd.protocol.arena import Arena, ArenaError, MappedChunk
-from kvtierd.protocol.asking import Ask, Asking, Plan, Work, as_frame, raw
+from kvtierd.protocol.asking import Ask, Asking, Connect, Plan, Work, as_frame, raw
 from kvtierd.protocol.copying import Copier, block_sums
 from kvtierd.protocol.messages import (
     SLOT_BUSY,
@@ -113,7 +113,7 @@ class SlotPlans:
 
     def has_arena(self, deadline_ns: int) -> Plan[bool]:
         """Whether blocks of this session go through the arena; False too where the daemon is away."""
-        if not (yield from self._asking.ready([], deadline_ns)):
+        if (yield from self._asking.ready([], deadline_ns)) is None:
             return False
         return (yield from self._attached(deadline_ns))
 
@@ -151,7 +151,7 @@ class SlotPlans:
         count = data.nbytes // KEY_BYTES
         nothing = Granted(0, 0, np.full(count, SLOT_BUSY, np.uint8), [None] * count)
         received = yield from self._asking.request(
-            [handle], lambda: Reserve(id=0, namespace=handle.number), (data,), deadline_ns, prepare=self._attached
+            [handle], lambda numbers: Reserve(id=0, namespace=numbers[0]), (data,), deadline_ns, prepare=self._attached
         )
         reply = self._asking.accept(received, ReserveReply)
         if reply is None or received is None:
@@ -206,10 +206,12 @@ class SlotPlans:
         self, grant: Granted, index: Sequence[int], sums: Sums, verify: bool, deadline_ns: int
     ) -> Plan[CommitReply]:
         nothing = CommitReply(id=0, committed=0)
-        if not index or not grant.number or grant.session_no != self._connection.session_no:
+        if not index or not grant.number:
+            return nothing
+        if not self._connection.up and not (yield Connect(deadline_ns)):
             return nothing
         request = Commit(id=0, reservation=grant.number, index=list(index), verify=verify)
-        received = yield Ask([(request, (raw(sums), raw(block_sums(sums))))], deadline_ns)
+        received = yield Ask([(request, (raw(sums), raw(block_sums(sums))))], grant.session_no, deadline_ns)
         return self._asking.accept(received[0], CommitReply) or nothing
 
     def give_back(self, grant: Granted) -> None:
@@ -233,7 +235,7 @@ class SlotPlans:
         data = as_frame(keys)
         received = yield from self._asking.request(
             [handle],
-            lambda: Acquire(id=0, namespace=handle.number, ttl_ms=ttl_ms, verify=verify),
+            lambda numbers: Acquire(id=0, namespace=numbers[0], ttl_ms=ttl_ms, verify=verify),
             (data,),
             deadline_ns,
             prepare=self._attached,

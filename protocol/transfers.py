@@ -78,7 +78,7 @@ class Transfers:
         sums = yield Work(lambda: self._copier.sum_packed(blocks, handle.geometry))
         frames = [as_frame(keys), raw(block_sums(sums)), *(block.data for block in blocks)]
         received = yield from self._asking.request(
-            [handle], lambda: Put(id=0, namespace=handle.number), frames, deadline_ns
+            [handle], lambda numbers: Put(id=0, namespace=numbers[0]), frames, deadline_ns
         )
         reply = self._asking.accept(received, PutReply)
         if reply is None:
@@ -131,7 +131,7 @@ class Transfers:
         self, handle: NamespaceHandle, keys: Keys, out: Bytes | None, *, verify: bool, deadline_ns: int
     ) -> Plan[tuple[Bytes, Masks, bool]]:
         received = yield from self._asking.request(
-            [handle], lambda: Get(id=0, namespace=handle.number), (as_frame(keys),), deadline_ns
+            [handle], lambda numbers: Get(id=0, namespace=numbers[0]), (as_frame(keys),), deadline_ns
         )
         reply = self._asking.accept(received, GetReply)
         geometry = handle.geometry

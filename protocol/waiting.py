@@ -156,7 +156,7 @@ class Driver:
         wire_ns = wire_deadline_ns(step.deadline_ns)
         for request, frames in step.requests:
             with self._lock:
-                if not self._connection.up:
+                if not self._connection.up or self._connection.session_no != step.session_no:
                     return
                 sent = self._connection.submit(request, frames, wire_ns, waiter)
                 if sent is None:
