@@ -62,7 +62,7 @@ def fill_and_sum(packed: Bytes, slot: Bytes, geometry: Geometry, out: Sums) -> N
 
 def block_sum(sums: Sums) -> int:
     """The block's checksum: xxh3-64 over its layer sums as u64 LE."""
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(sums, _LITTLE_U64))
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(sums, _LITTLE_U64).data)
 
 
 def _check_size(name: str, memory: Bytes, size: int) -> None:
