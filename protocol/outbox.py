@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import zmq
 
+from kvtierd.protocol.codec import encode
+from kvtierd.protocol.messages import OkReply
 from kvtierd.protocol.service import Answer, Frame
 from kvtierd.protocol.sessions import Peer
 
@@ -23,6 +25,7 @@ POLL_S, POLL_MAX_S = 0.001, 0.064
 """How often we look whether ZeroMQ is done with frames that it shares with us: only while there are any, and less and
 less often while their client does not read."""
 
+_NOTHING = encode(OkReply(id=0))
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 
 
@@ -73,6 +76,12 @@ class Outbox:
         self._counters["sent_bytes_total"] += len(header)
         self._after_send()
         return True
+
+    def is_reachable(self, rid: bytes) -> bool:
+        """Whether a routing id still has a connection, found by sending it an answer to nothing (id 0)."""
+        self._gone = None
+        self.send(rid, _NOTHING, Answer(OkReply(id=0)), None)
+        return not self.is_gone(rid)
 
     def is_gone(self, rid: bytes) -> bool:
         """Whether the last reply that could not be sent was for this client, and its connection is gone."""

@@ -65,7 +65,14 @@ class Server:
         self._service = service
         self._clock = clock or SystemClock()
         self._name = name
-        self.sessions = SessionTable(service, tenant, self.limits, self._clock, self._session_ended)
+        self.sessions = SessionTable(
+            service,
+            tenant,
+            limits=self.limits,
+            clock=self._clock,
+            on_end=self._session_ended,
+            is_reachable=self._is_reachable,
+        )
         self.arena: ArenaListener | None = None
         if chunks is not None:
             path = Path(folder) / ARENA_NAME
@@ -233,7 +240,11 @@ class Server:
 
     def _sweep(self) -> None:
         self.sessions.end_idle()
+        self.sessions.end_gone()
         self._sweeper = self._loop.call_later(self._sweep_s, self._sweep)
+
+    def _is_reachable(self, rid: bytes) -> bool:
+        return self._outbox.is_reachable(rid)
 
     def _session_ended(self, session: Session) -> None:
         if self.arena is not None:

@@ -16,6 +16,8 @@ from kvtierd.protocol.service import Service, Session
 
 TOKEN_BYTES = 16
 MAX_CLIENT_NAME = 200
+PROBE_NS = 1_000_000_000
+"""A session that was silent for this long may be asked whether it is still there; all of them at most so often."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,16 +46,28 @@ class Peer:
 
 
 class SessionTable:
-    """All sessions of one tenant's endpoint. `on_end` is told of each that ends, once."""
+    """All sessions of one tenant's endpoint. `on_end` is told of each that ends, once.
+
+    `is_reachable` says whether a routing id still has a connection: ZeroMQ does not tell us when one ends.
+    """
 
     def __init__(
-        self, service: Service, tenant: str, limits: Limits, clock: Clock, on_end: Callable[[Session], None]
+        self,
+        service: Service,
+        tenant: str,
+        *,
+        limits: Limits,
+        clock: Clock,
+        on_end: Callable[[Session], None],
+        is_reachable: Callable[[bytes], bool],
     ) -> None:
         self._service = service
         self._tenant = tenant
         self._limits = limits
         self._clock = clock
         self._on_end = on_end
+        self._is_reachable = is_reachable
+        self._probed_ns = 0
         self._by_token: dict[bytes, Peer] = {}
         self._next_id = 1
         self.by_rid: dict[bytes, Peer] = {}
@@ -88,6 +102,8 @@ class SessionTable:
         return self._open(rid, request)
 
     def _open(self, rid: bytes, request: Hello) -> Peer:
+        if len(self) >= self._limits.max_sessions and self._clock.now_ns() - self._probed_ns > PROBE_NS:
+            self.end_gone()
         if len(self) >= self._limits.max_sessions:
             message = f"{len(self)} sessions are open, which is the limit (server.max_sessions)"
             raise RequestError(ErrorCode.BUSY, message, retry_after_ms=1000)
@@ -115,4 +131,12 @@ class SessionTable:
         oldest_ns = self._clock.now_ns() - int(self._limits.session_idle_s * 1e9)
         for peer in self:
             if peer.seen_ns < oldest_ns and not peer.session.attached and not peer.tasks:
+                self.end(peer)
+
+    def end_gone(self) -> None:
+        """End sessions whose client has closed its connection."""
+        self._probed_ns = now_ns = self._clock.now_ns()
+        for peer in self:
+            silent = now_ns - peer.seen_ns > PROBE_NS
+            if silent and not peer.session.attached and not self._is_reachable(peer.rid):
                 self.end(peer)

@@ -91,6 +91,33 @@ def test_sessions_are_limited(folder: Path) -> None:
         assert first.alive()
 
 
+def test_sessions_of_closed_connections_make_room(folder: Path) -> None:
+    clock, service = ManualClock(), FakeService()
+
+    async def main() -> None:
+        server = Server(service, folder, limits=Limits(max_sessions=3), clock=clock)
+        await server.start()
+        with RawClient(server.endpoint) as stays:
+            await asyncio.to_thread(stays.hello)
+            for _ in range(10):  # as a command that pings does, again and again
+                with RawClient(server.endpoint) as brief:
+                    await asyncio.to_thread(brief.hello)
+                clock.advance(2)
+                server.sessions.end_gone()
+                while len(server.sessions) > 1:  # until ZeroMQ has noticed
+                    await asyncio.sleep(0.01)
+                    server.sessions.end_gone()
+            assert stays.receive()[0] == OkReply(id=0)  # it was asked whether it is there
+            while not stays.silent():
+                assert stays.receive()[0].id == 0
+            assert (await asyncio.to_thread(stays.hello)).token == stays.token
+        await server.close()
+
+    asyncio.run(main())
+    service.close()
+    assert service.log.count("detached 1") == 0
+
+
 def test_a_service_that_refuses_a_session_is_heard(folder: Path) -> None:
     class Full(FakeService):
         def session_opened(self, session: Session) -> None:
