@@ -36,7 +36,7 @@ def test_lines_are_short(root: Path, text_files: list[Path]) -> None:
         for path in text_files
         if path.suffix in {".py", ".sh", ".toml", ".yaml"} or path.name in {"Makefile", "run"}
         for number, line in enumerate((root / path).read_text().splitlines(), 1)
-        if len(line) > MAX_COLUMNS
+        if len(re.sub(r"\s*# (?:noqa|type:|fmt:).*", "", line)) > MAX_COLUMNS  # as ruff counts
     ]
     assert not long, "\n".join(long)
 
