@@ -28,17 +28,17 @@ RECORD = np.dtype(
     {
         "names": [
             "key", "host_slot", "gpu_slot", "segment", "extent_page", "last_access_s", "namespace", "pins", "flags",
-            "moves",
+            "moves", "next_row",
         ],
-        "formats": [("u1", 32), "i4", "i4", "i4", "u4", "u4", "u2", "u2", "u1", "u1"],
-        "offsets": [0, 32, 36, 40, 44, 48, 52, 54, 56, 57],
+        "formats": [("u1", 32), "i4", "i4", "i4", "u4", "u4", "u2", "u2", "u1", "u1", "i4"],
+        "offsets": [0, 32, 36, 40, 44, 48, 52, 54, 56, 57, 60],
         "itemsize": RECORD_BYTES,
     }
 )  # fmt: skip
 
 _WORDS32 = types.int32[:, ::1]
-_SLOTS_AT, _SLOTS_END, _NAMESPACE_AT = 8, 11, 13
-"""32-bit words of a record: host_slot to segment, and the one whose lower half is the namespace."""
+_SLOTS_AT, _SLOTS_END, _NAMESPACE_AT, _NEXT_AT = 8, 11, 13, 15
+"""32-bit words of a record: host_slot to segment, the one whose lower half is the namespace, and next_row."""
 _FRESH, _FREED = 0, 1
 """Places in the counts: rows that were ever in use, and those of them on the free list."""
 
@@ -58,6 +58,7 @@ def _alloc(words: npt.NDArray[np.int32], freed: Rows, counts: npt.NDArray[np.int
             break
         words[row, :] = 0
         words[row, _SLOTS_AT:_SLOTS_END] = -1
+        words[row, _NEXT_AT] = -1
         out[taken] = row
         taken += 1
     return taken
@@ -87,6 +88,8 @@ class BlockTable:
     block_sum     uint64   checksum of the block
     pins          uint16   how many hold a pin
     flags, moves  uint8    the owner's
+    next_row      int32    the block that followed it in the last request that named both, -1 none; a hint: the row
+                           may have been given to another block since
     last_access_s uint32   seconds of the daemon's clock
 
     `records` is the same memory as words, [capacity, 8] uint64, for the page table.
@@ -110,6 +113,7 @@ class BlockTable:
         self.pins: npt.NDArray[np.uint16] = fields["pins"]
         self.flags: npt.NDArray[np.uint8] = fields["flags"]
         self.moves: npt.NDArray[np.uint8] = fields["moves"]
+        self.next_row: Rows = fields["next_row"]
         self.block_sum: npt.NDArray[np.uint64] = reserve((capacity,), np.uint64)
         self._words: npt.NDArray[Any] = self.records.view(np.int32)
         self._freed: Rows = reserve((capacity,), np.int32)
@@ -129,7 +133,7 @@ class BlockTable:
     def alloc(self, count: int) -> Rows:
         """Take up to `count` rows, fewer when the table is full: [n] int32.
 
-        They come with slots and segment -1 and everything else 0, except `block_sum`, which is as it was.
+        They come with slots, segment and next_row -1 and everything else 0, except `block_sum`, which is as it was.
         """
         rows = np.empty(count, np.int32)
         taken = _alloc(self._words, self._freed, self._counts, rows)

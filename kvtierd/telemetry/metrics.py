@@ -54,6 +54,7 @@ _ROWS = (
     Metric("lookup_hit_blocks", "counter", "keys that were part of a prefix hit"),
     Metric("acquired_blocks", "counter", "blocks leased to clients"),
     Metric("onboarded_blocks", "counter", "blocks brought into the host tier from another one"),
+    Metric("prefetched_blocks", "counter", "blocks fetched ahead of a reader by the window"),
     Metric("reserved_blocks", "counter", "slots lent for writing"),
     Metric("committed_blocks", "counter", "blocks that became visible"),
     Metric("committed_bytes", "counter", "payload of these"),

@@ -52,6 +52,12 @@ class Blocks:
         seen: Rows = rows[(self.table.flags[rows] & VISIBLE) != 0]
         return seen
 
+    def link(self, rows: Rows) -> None:
+        """Remember that these rows, in prefix order, follow each other; -1 stands for a block that is not there."""
+        here, behind = rows[:-1], rows[1:]
+        both = (here >= 0) & (behind >= 0)
+        self.table.next_row[here[both]] = behind[both]
+
     def residency(self, rows: Rows) -> npt.NDArray[np.uint8]:
         """Residency masks."""
         return self.table.flags[rows] & np.uint8(RESIDENT)

@@ -27,7 +27,8 @@ class Lease:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Reservation:
-    """A client writes these host slots. `position[i]` is where block i stood in the request's keys.
+    """A client writes these host slots. `position[i]` is where block i stood in the request's keys; `chain` has
+    the rows of all of these keys, as they were then.
 
     Time alone does not free it: the writer may be paused and still have the memory mapped. Past `expires_ns` it is
     quarantined, which hides its keys so that others can store them; its slots wait for Commit, Abort or the end of
@@ -42,6 +43,7 @@ class Reservation:
     rows: npt.NDArray[np.int32]
     slots: Slots
     position: npt.NDArray[np.intp]
+    chain: npt.NDArray[np.int32]
     expires_ns: int
     quarantined: bool = False
     busy: bool = False

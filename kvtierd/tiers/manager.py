@@ -119,7 +119,7 @@ class TierManager:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
         await self._room.close()
-        await self._reads.close()
+        await self._reads.prefetcher.close()
         await self._onboarder.close()
         if self._write_behind is not None:
             await self._write_behind.close()

@@ -105,6 +105,10 @@ class Onboarder:
                 break
         return total
 
+    def is_arriving(self, row: int) -> bool:
+        """Whether a move of the row into host is under way."""
+        return row in self._arriving
+
     async def close(self) -> None:
         """Wait for moves under way."""
         while self._tasks:

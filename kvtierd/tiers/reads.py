@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
+import functools
 from collections.abc import Awaitable, Sequence
 
 import numpy as np
@@ -33,14 +32,12 @@ from kvtierd.tiers.host_tier import empty_descriptors
 from kvtierd.tiers.leases import Lease, Register
 from kvtierd.tiers.namespaces import NamespaceEntry
 from kvtierd.tiers.onboard import Onboarder
+from kvtierd.tiers.prefetch import Prefetcher
 from kvtierd.tiers.sessions import keys_of, namespace_of, need_arena, need_frames
 from kvtierd.tiers.workers import Workers
 
 Frames = Sequence[memoryview]
 Masks = npt.NDArray[np.uint8]
-
-MAX_PREFETCHES = 64
-"""Background prefetches at once; more would only compete for the same disk."""
 
 
 class Reads:
@@ -61,7 +58,7 @@ class Reads:
         self._limits: Leases = settings.leases
         self._message_bytes = settings.server.max_message_bytes
         self.leases: Register[Lease] = Register(settings.leases.max_leases)
-        self._prefetches: set[asyncio.Task[None]] = set()
+        self.prefetcher = Prefetcher(copies, onboarder, settings.kv_cache_config.prefetch_window)
 
     def lookup(self, session: Session, request: Lookup, frames: Frames) -> Answer:
         """Answer the common prefix of one or several namespaces."""
@@ -102,6 +99,7 @@ class Reads:
             return self._acquire_slowly(session, request, entry, rows)
         self._copies.host.pool.hold(slots)
         self._copies.host.touch(cls, slots)
+        self.prefetcher.follow(session, entry, int(rows[-1]))
         return self._grant(session, request, cls, slots, sources)
 
     def release(self, session: Session, request: Release, frames: Frames) -> Answer:
@@ -145,15 +143,11 @@ class Reads:
             )
         if request.tier == "gpu" and self._copies.gpu is None:
             raise RequestError(ErrorCode.UNAVAILABLE, "there is no gpu tier: gpu.capacity is 0")
-        work = self._bring(entry, rows, gpu=request.tier == "gpu")
+        bring = self._onboarder.raise_to_gpu if request.tier == "gpu" else self.prefetcher.to_host
+        work = functools.partial(bring, entry, rows)
         if request.wait:
-            return _counted(work)
-        if len(self._prefetches) >= MAX_PREFETCHES:
-            work.close()
-            raise RequestError(ErrorCode.BUSY, f"{len(self._prefetches)} prefetches are under way", retry_after_ms=50)
-        task = asyncio.create_task(_ignore_busy(work))
-        self._prefetches.add(task)
-        task.add_done_callback(self._prefetches.discard)
+            return _counted(work())
+        self.prefetcher.start(session, work)
         return Answer(CountReply(id=0, count=rows.size))
 
     def end(self, lease: Lease) -> None:
@@ -169,25 +163,16 @@ class Reads:
 
     def session_ended(self, session: Session) -> None:
         """End what a client left behind."""
+        self.prefetcher.session_ended(session)
         for lease in self.leases.of_session(session.id):
             self.end(lease)
-
-    async def close(self) -> None:
-        """Stop background prefetches."""
-        for task in self._prefetches:
-            task.cancel()
-        await asyncio.gather(*self._prefetches, return_exceptions=True)
-
-    async def _bring(self, entry: NamespaceEntry, rows: Rows, *, gpu: bool) -> int:
-        if gpu:
-            return await self._onboarder.raise_to_gpu(entry, rows)
-        slots = await self._onboarder.hold_in_host(entry, rows)
-        self._copies.host.release(self._copies.host_class(entry), slots)
-        return slots.size
 
     async def _acquire_slowly(self, session: Session, request: Acquire, entry: NamespaceEntry, rows: Rows) -> Answer:
         sources = self._copies.blocks.residency(rows)
         cls = self._copies.host_class(entry)
+        self._copies.blocks.link(rows)
+        # A task that begins after this request's own reads have been started: those behind it never go first.
+        self.prefetcher.follow(session, entry, int(rows[-1]))
         slots = await self._onboarder.hold_in_host(entry, rows)
         if request.verify:
             try:
@@ -257,9 +242,3 @@ class Reads:
 
 async def _counted(work: Awaitable[int]) -> Answer:
     return Answer(CountReply(id=0, count=await work))
-
-
-async def _ignore_busy(work: Awaitable[int]) -> None:
-    """A prefetch in the background is a wish: where there is no room it ends without effect, counted as a busy read."""
-    with contextlib.suppress(RequestError):
-        await work

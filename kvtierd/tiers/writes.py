@@ -12,6 +12,7 @@ from kvtierd.core.checksum import Sums, block_sum, fill_and_sum, layer_sums
 from kvtierd.core.clock import Clock
 from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.core.keys import Keys
+from kvtierd.gpu.slot_pool import SlotClass
 from kvtierd.protocol.messages import (
     SLOT_BUSY,
     SLOT_EXISTS,
@@ -171,8 +172,11 @@ class Writes:
             )
         status = np.full(len(keys), SLOT_EXISTS, np.uint8)
         rows, position = copies.blocks.add(keys, entry.number, WRITING)
+        chain = rows
         if rows.size < len(keys):  # some are there, or the table is full: ask which
-            status[copies.blocks.pages.lookup(keys, entry.number) < 0] = SLOT_BUSY
+            chain = copies.blocks.pages.lookup(keys, entry.number)
+            status[chain < 0] = SLOT_BUSY
+        copies.blocks.link(chain)
         cls = copies.host_class(entry)
         slots = self._room.take_host(cls, rows.size)
         status[position[slots.size :]] = SLOT_BUSY
@@ -184,7 +188,9 @@ class Writes:
         rows, position = rows[: slots.size], position[: slots.size]
         status[position] = SLOT_GRANTED
         expires_ns = self._clock.now_ns() + self._ttl_ns
-        reservation = Reservation(number, session, entry, cls, keys[position].copy(), rows, slots, position, expires_ns)
+        reservation = Reservation(
+            number, session, entry, cls, keys[position].copy(), rows, slots, position, chain, expires_ns
+        )
         self.reservations.add(reservation)
         copies.counters["reserved_blocks"] += slots.size
         return reservation, status
@@ -238,6 +244,7 @@ class Writes:
         table.block_sum[fresh] = totals[keep]
         table.flags[fresh] = (table.flags[fresh] | VISIBLE) & np.uint8(~WRITING & 0xFF)
         copies.add_host(cls, fresh, fresh_slots)
+        self._touch_chain(reservation, cls)
         if self._write_behind is not None and fresh.size:
             self._write_behind.add(entry, cls, fresh, fresh_slots)
         self._drop_rows(rows[~keep])
@@ -248,6 +255,13 @@ class Writes:
         if copies.events is not None and fresh.size:
             copies.events.stored([key.tobytes() for key in table.key[fresh]], None, entry.geometry.block_size, "host")
         return Answer(CommitReply(id=0, committed=fresh.size, existed=which.size - fresh.size))
+
+    def _touch_chain(self, reservation: Reservation, cls: SlotClass) -> None:
+        """The whole prefix was used, not only its new tail: without this the tail would outlive its head."""
+        table, chain = self._copies.blocks.table, reservation.chain
+        chain = chain[chain >= 0]
+        slots = table.host_slot[chain[table.namespace[chain] == reservation.entry.number]]
+        self._copies.host.touch(cls, slots[slots >= 0])
 
     def _shrink(self, reservation: Reservation, which: npt.NDArray[np.intp]) -> None:
         rest = np.ones(reservation.rows.size, np.bool_)

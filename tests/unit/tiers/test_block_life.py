@@ -313,3 +313,18 @@ def test_every_statistic_has_its_row_and_every_row_its_statistic():
         assert mine == {name for name in METRICS if not name.startswith(("server_", "daemon_"))}
 
     run(scenario, store=MemoryStore())
+
+
+def test_a_prefix_that_was_extended_loses_its_tail_before_its_head():
+    async def scenario(rig, session, ns):
+        keys = make_keys(30)
+        await rig.store(session, ns, keys[:10])
+        await rig.store(session, ns, make_keys(PER_CHUNK, start=2))
+        await rig.store(session, ns, keys)
+        await rig.store(session, ns, make_keys(2 * PER_CHUNK - 15, start=3))
+        left = await rig.lookup(session, ns, keys)
+        assert left == 15
+        visible = rig.manager.copies.blocks.find(keys, 0)
+        assert visible.size == left, "a hole was left in front of a kept tail"
+
+    run(scenario)
