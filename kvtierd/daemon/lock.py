@@ -12,7 +12,7 @@ from kvtierd.core.errors import ExitCode, StartupError
 class RuntimeLock:
     """Holds `flock` on a file that names the holder's pid; the kernel lets go of it when the process ends.
 
-    Raises StartupError: 75 where another daemon holds it, 74 where the file cannot be opened.
+    Raises StartupError: 75 where another daemon holds it, 74 where the file cannot be opened or written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,8 +29,12 @@ class RuntimeLock:
             raise StartupError(
                 ExitCode.LOCKED, f"{who} runs on {path.parent}; stop it, or choose another folder with --runtime-dir"
             ) from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            os.close(self._fd)
+            raise StartupError(ExitCode.IO, f"the lock file {path} cannot be written: {error.strerror}") from error
 
     def release(self) -> None:
         """Let go; the file stays, since removing it could unlock a daemon that has just opened it."""

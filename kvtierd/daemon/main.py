@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from kvtierd import __version__
 from kvtierd.config.options import add_options
 from kvtierd.config.schema import Settings
-from kvtierd.core.errors import ExitCode, StartupError
+from kvtierd.core.errors import ExitCode, StartupError, StorageError
 from kvtierd.daemon.file_limit import raise_file_limit
 from kvtierd.telemetry import log
 
@@ -91,6 +91,9 @@ def _run(settings: Settings, ready_fd: int, stop_fd: int) -> int:
     except StartupError as error:
         logger.error("%s", error)
         return error.exit_code
+    except StorageError as error:
+        logger.error("%s", error)
+        return ExitCode.IO
     except Exception:
         logger.exception("this is a bug in kvtierd; please report it")
         return ExitCode.BUG

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -93,6 +94,18 @@ def test_lock_of_a_killed_daemon_is_free(tmp_path: Path) -> None:
             RuntimeLock(tmp_path / "lock")
         child.kill()
         child.wait()
+    RuntimeLock(tmp_path / "lock").release()
+
+
+def test_lock_on_a_full_disk_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("kvtierd.daemon.lock.os.pwrite", full)
+    with pytest.raises(StartupError, match="cannot be written: No space left") as caught:
+        RuntimeLock(tmp_path / "lock")
+    assert caught.value.exit_code == 74
+    monkeypatch.undo()
     RuntimeLock(tmp_path / "lock").release()
 
 
