@@ -76,6 +76,7 @@ class Scanner:
         self._window = _Window(file, self._limit, scratch)
         self._life = life
         self._ahead = NEAR_BYTES
+        self._bad_pages: set[int] = set()
         self._blocks = bytearray()
         self._kills: list[npt.NDArray[np.void]] = []
         self._found = Scan(life, np.empty(0, RECORD_DTYPE), np.empty(0, KILL_DTYPE), {})
@@ -84,7 +85,7 @@ class Scanner:
         """Read headers from the first record to the end of the segment."""
         found, offset = self._found, FIRST_RECORD
         hole, claims = False, 0
-        while offset < self._limit and found.unreadable <= MAX_BAD_PAGES:
+        while offset < self._limit and len(self._bad_pages) <= MAX_BAD_PAGES:
             header = self._record_at(offset)
             if header is None:
                 hole, claims = True, claims + self._claims_at(offset)
@@ -96,6 +97,7 @@ class Scanner:
             found.end = offset
             self._ahead = NEAR_BYTES if header.length < NEAR_BYTES else PAGE_BYTES
         found.dropped += claims
+        found.unreadable = len(self._bad_pages)
         found.blocks = np.frombuffer(bytes(self._blocks), RECORD_DTYPE)
         found.kills = np.concatenate([found.kills, *self._kills])
         return found
@@ -139,7 +141,7 @@ class Scanner:
     def _search(self, bad: int) -> int:
         """The next offset behind `bad` where a page says it is a header, or the end of the segment."""
         offset = bad + PAGE_BYTES
-        while offset < self._limit and self._found.unreadable <= MAX_BAD_PAGES:
+        while offset < self._limit and len(self._bad_pages) <= MAX_BAD_PAGES:
             view = self._pages_at(offset, PAGE_BYTES, SEARCH_BYTES)
             if not view.size:
                 offset += PAGE_BYTES
@@ -152,10 +154,10 @@ class Scanner:
 
     def _pages_at(self, offset: int, wanted: int, ahead: int) -> Bytes:
         """Whole pages from an offset; one page where more cannot be read, and none, counted, where not even that."""
-        for size in (ahead, wanted):
+        for size in (ahead, wanted) if offset not in self._bad_pages else ():
             try:
                 return self._window.at(offset, wanted, size)
             except OSError:
                 continue
-        self._found.unreadable += 1
+        self._bad_pages.add(offset)
         return self._window.nothing

@@ -42,6 +42,8 @@ class SegmentStore:
     """
 
     def __init__(self, settings: Nvme, *, clock: Clock, io: StorageIo | None = None) -> None:
+        if not settings.directory:
+            raise ValueError('nvme.directory is "", which switches the tier off; a store needs a directory')
         self._settings = settings
         self._directory = Path(settings.directory)
         self._clock = clock

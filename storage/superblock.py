@@ -79,12 +79,22 @@ async def create(directory: Path) -> Superblock:
                 await file.write(encode(superblock, copy))
             await file.flush()
             await asyncio.to_thread(os.fdatasync, file.fileno())
-        await asyncio.to_thread(os.replace, new, directory / NAME)
+        await asyncio.to_thread(_publish, new, directory)
     except OSError:
         with contextlib.suppress(OSError):
             new.unlink(missing_ok=True)
         raise
     return superblock
+
+
+def _publish(new: Path, directory: Path) -> None:
+    """Give the file its name, on stable storage: segments without a superblock would be refused."""
+    new.replace(directory / NAME)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 async def update(directory: Path, superblock: Superblock) -> None:

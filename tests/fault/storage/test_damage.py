@@ -10,6 +10,8 @@ import pytest
 from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.core.units import KIB
 from kvtierd.storage import Extent, SegmentStore
+from kvtierd.storage.io_posix import PosixIo
+from kvtierd.testing.faulty_io import Call, Fault, FaultyIo
 from tests.unit.storage.blocks import Block, by_key, known, namespace, opened, put, readable, run
 
 TINY = {"capacity": 600 * KIB, "segment_bytes": 100 * KIB}
@@ -106,6 +108,8 @@ def test_case_03_truncated_segment_serves_what_is_whole(folder: Path, size: int)
     async def check() -> None:
         os.truncate(await filled(folder), size)
         whole = max(0, (size - FIRST) // RECORD)
+        async with opened(folder, **TINY) as (_, found):
+            assert len(found.extents) == whole, "a block whose end is missing is not even offered"
         good, _ = await served(folder)
         assert good == set(range(whole))
 
@@ -155,6 +159,58 @@ def test_case_01_extent_of_another_block_is_an_error(folder: Path) -> None:
             shifted = Extent(extents[0].segment, extents[0].offset + 4096, extents[0].length)
             (error,) = await store.read([known(0).fetch(shifted)])
             assert isinstance(error, StorageError)
+
+    run(check)
+
+
+def test_case_01_same_contents_under_a_like_key_are_another_block(folder: Path) -> None:
+    """Only the header's whole key tells these two apart: contents, sums and the start of the keys are equal."""
+
+    async def check() -> None:
+        one, two = Block(1), Block(1)
+        two.key = one.key[:16] + bytes(16)
+        async with opened(folder, **TINY) as (store, _):
+            extents = await put(store, one, two)
+            errors = await store.read([one.fetch(extents[1]), two.fetch(extents[0])])
+            assert [type(error) for error in errors] == [CorruptionError] * 2
+            assert await store.read([one.fetch(extents[0]), two.fetch(extents[1])]) == [None] * 2
+
+    run(check)
+
+
+def test_sequence_numbers_go_on_above_what_could_not_be_read(folder: Path) -> None:
+    async def check() -> None:
+        path = await filled(folder)
+        flip(path, FIRST + (COUNT - 1) * RECORD + 100)
+        async with opened(folder, **TINY) as (store, found):
+            assert found.dropped == 1
+            (extent,) = await put(store, known(20))
+        segment = path.with_name(f"segment-{extent.segment:06d}").read_bytes()
+        sequence = int.from_bytes(segment[extent.offset + 32 : extent.offset + 40], "little")
+        assert sequence >= 2 << 40, "the second opening has numbers of its own"
+
+    run(check)
+
+
+def test_segment_with_an_unreadable_page_is_written_no_more(folder: Path) -> None:
+    """What could not be read may be a valid header, and be readable again one day."""
+
+    async def check() -> None:
+        await filled(folder)
+        at = FIRST + 4 * RECORD
+
+        def bad_sector(call: Call) -> Fault | None:
+            reads_it = call.operation == "read" and call.offset <= at < call.offset + call.length
+            return Fault() if reads_it else None
+
+        io = FaultyIo(PosixIo(), bad_sector)
+        async with opened(folder, io, **TINY) as (store, found):
+            assert {key.tobytes() for key in found.keys} == {known(n).key for n in range(4)}
+            assert any("1 pages could not be read" in note for note in found.notes)
+            (extent,) = await put(store, known(20))
+            assert extent.segment != found.extents[0].segment
+        async with opened(folder, **TINY) as (_, found):
+            assert {key.tobytes() for key in found.keys} == {known(n).key for n in (0, 1, 2, 3, 4, 20)}
 
     run(check)
 

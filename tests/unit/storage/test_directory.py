@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from kvtierd.config.schema import Nvme
+from kvtierd.core.clock import ManualClock
 from kvtierd.core.errors import ExitCode, StartupError
 from kvtierd.core.units import MIB
+from kvtierd.storage import SegmentStore
 from tests.unit.storage.blocks import Block, by_key, opened, put, run
 
 
@@ -29,6 +32,11 @@ def test_directory_is_made_when_its_parent_exists(tmp_path: Path) -> None:
             assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
 
     run(check)
+
+
+def test_store_without_a_directory_is_no_store_in_the_current_one() -> None:
+    with pytest.raises(ValueError, match="switches the tier off"):
+        SegmentStore(Nvme(directory=""), clock=ManualClock())
 
 
 def test_directory_without_parent_is_refused_by_name(tmp_path: Path) -> None:
@@ -69,7 +77,8 @@ def test_case_06_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     code = """
         import asyncio, os, signal, sys
         from pathlib import Path
-        from tests.unit.storage.blocks import opened
+        from kvtierd.storage import SegmentStore
+from tests.unit.storage.blocks import opened
         async def main():
             async with opened(Path(sys.argv[1])):
                 print("open", flush=True)
@@ -108,8 +117,11 @@ def test_directory_of_another_user_is_one_clear_line(shm: Path) -> None:
     code = """
         import asyncio, concurrent.futures.thread, os, sys
         from pathlib import Path
-        from kvtierd.core.errors import StartupError
-        from tests.unit.storage.blocks import opened
+        from kvtierd.config.schema import Nvme
+from kvtierd.core.clock import ManualClock
+from kvtierd.core.errors import StartupError
+        from kvtierd.storage import SegmentStore
+from tests.unit.storage.blocks import opened
         async def main():
             try:
                 async with opened(Path(sys.argv[1])):

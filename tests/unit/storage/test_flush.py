@@ -72,11 +72,14 @@ def test_flush_covers_a_write_that_is_still_on_its_way(tmp_path: Path) -> None:
 
 def test_concurrent_flushes_share_rounds() -> None:
     async def check() -> None:
-        rounds = []
+        rounds, running = [], []
 
         async def sync() -> None:
+            assert not running, "a round must not return while what it covers is still synced by another"
+            running.append(1)
             rounds.append(1)
             await asyncio.sleep(0.01)
+            running.clear()
 
         flusher = Flusher(sync)
         first = asyncio.create_task(flusher.flush())

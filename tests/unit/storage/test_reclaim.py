@@ -132,6 +132,68 @@ def test_case_05_segment_is_not_recycled_under_a_read_in_flight(tmp_path: Path) 
     run(check)
 
 
+def test_recycled_segment_has_its_new_header_on_stable_storage_before_its_first_record(tmp_path: Path) -> None:
+    async def check() -> None:
+        io = FaultyIo(MemoryIo(MemoryDisk()))
+        async with opened(tmp_path, io, **TINY) as (store, _):
+            for number in range(60):
+                await put(store, Block(number))
+        lives = 0
+        for name in {call.name for call in io.calls if call.name.startswith("segment")}:
+            header_is_stable = False
+            for call in io.calls:
+                if call.name == name and call.operation == "write" and call.offset == 0:
+                    header_is_stable, lives = False, lives + 1
+                elif call.name == name and call.operation == "sync":
+                    header_is_stable = True
+                elif call.name == name and call.operation == "write":
+                    assert header_is_stable
+        assert lives > 8
+
+    run(check)
+
+
+def test_case_05_block_of_a_segment_that_is_given_up_meanwhile_is_an_error(tmp_path: Path) -> None:
+    """A batch lies half in a segment that others recycle before the batch is done; a read holds that segment back."""
+
+    async def check() -> None:
+        reads, writes, reading = threading.Event(), threading.Event(), threading.Event()
+
+        def plan(call: Call) -> Fault | None:
+            if call.operation == "read" and call.offset:
+                reading.set()
+                assert reads.wait(30)
+            if call.operation == "write" and call.offset and call.name == "segment-000001":
+                assert writes.wait(30)
+            return None
+
+        io = FaultyIo(MemoryIo(MemoryDisk()), plan)
+        async with opened(tmp_path, io, io_threads=3, **TINY) as (store, _):
+            ledger = Ledger(store)
+            await ledger.put(store, Block(0))
+            block, extent = ledger.held[0]
+            holding = asyncio.create_task(store.read([block.fetch(extent)]))
+            await asyncio.to_thread(reading.wait, 30)
+            batch = asyncio.create_task(store.write([Block(number).item() for number in range(1, 8)]))
+            await asyncio.sleep(0)
+            filling = asyncio.create_task(fill(ledger, store))
+            while 0 in ledger.held:
+                await asyncio.sleep(0.001)
+            writes.set()
+            results = await batch
+            assert [isinstance(result, Extent) for result in results] == [False] * 3 + [True] * 4
+            reads.set()
+            assert await holding == [None]
+            filling.cancel()
+            await asyncio.wait([filling])
+
+    async def fill(ledger: Ledger, store: SegmentStore) -> None:
+        for number in range(100, 200):
+            await ledger.put(store, Block(number))
+
+    run(check)
+
+
 def test_case_05_cancelled_read_returns_only_when_its_buffer_is_free(tmp_path: Path) -> None:
     async def check() -> None:
         io = GatedIo(MemoryIo(MemoryDisk()))

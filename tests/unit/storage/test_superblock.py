@@ -55,6 +55,8 @@ def test_torn_update_leaves_the_other_copy(tmp_path: Path) -> None:
         (tmp_path / "superblock").write_bytes(page + superblock.encode(first, 1))
         found = asyncio.run(superblock.load(tmp_path))
         assert found in (first, second)
+    (tmp_path / "superblock").write_bytes(superblock.encode(second, 0) + superblock.encode(first, 1))
+    assert asyncio.run(superblock.load(tmp_path)) == second
 
 
 @pytest.mark.parametrize("copies", [(0,), (1,), (0, 1)])
