@@ -26,8 +26,10 @@ from kvtierd.storage.segment import Segment, decode_header
 from kvtierd.storage.space import Plan, plan
 from kvtierd.storage.superblock import Superblock
 
-SPARE_FILES = 512
-"""Descriptors left for sockets, chunks and everything else."""
+SPARE_FILES = 4096
+"""Descriptors wanted beside the segments, for clients, chunks and everything else of the process."""
+LEAST_SPARE_FILES = 512
+"""With fewer than these the store refuses to take so many."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -105,17 +107,17 @@ def _plan(settings: Nvme, directory: Path, io: StorageIo, found: list[_Found]) -
 
 def _allow_files(count: int) -> None:
     """Every segment stays open: raise the soft limit of open files if it is too low, or say that it cannot be."""
-    wanted = count + SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    if hard != resource.RLIM_INFINITY and hard < wanted:
+    infinite = resource.RLIM_INFINITY
+    if hard != infinite and hard < count + LEAST_SPARE_FILES:
         raise StartupError(
             ExitCode.CONFIG,
-            f"nvme.capacity in segments of nvme.segment_bytes needs {wanted} open files, the limit is {hard}; "
+            f"nvme.capacity in segments of nvme.segment_bytes is {count} open files, and {hard} are allowed in all; "
             "raise LimitNOFILE or nvme.segment_bytes",
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    wanted = count + SPARE_FILES if hard == infinite else min(count + SPARE_FILES, hard)
+    if soft != infinite and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _recover(ring: Ring, found: list[_Found], pool: IoPool, epoch: int) -> Recovered:

@@ -77,8 +77,7 @@ def test_case_06_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     code = """
         import asyncio, os, signal, sys
         from pathlib import Path
-        from kvtierd.storage import SegmentStore
-from tests.unit.storage.blocks import opened
+        from tests.unit.storage.blocks import opened
         async def main():
             async with opened(Path(sys.argv[1])):
                 print("open", flush=True)
@@ -117,11 +116,8 @@ def test_directory_of_another_user_is_one_clear_line(shm: Path) -> None:
     code = """
         import asyncio, concurrent.futures.thread, os, sys
         from pathlib import Path
-        from kvtierd.config.schema import Nvme
-from kvtierd.core.clock import ManualClock
-from kvtierd.core.errors import StartupError
-        from kvtierd.storage import SegmentStore
-from tests.unit.storage.blocks import opened
+        from kvtierd.core.errors import StartupError
+        from tests.unit.storage.blocks import opened
         async def main():
             try:
                 async with opened(Path(sys.argv[1])):
