@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import textwrap
@@ -181,5 +182,31 @@ def test_settings_that_cannot_work_are_refused_and_let_go_of_the_lock(
         assert names in str(error)
         async with opened(tmp_path):
             pass
+
+    run(check)
+
+
+def test_more_segments_than_open_files_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
+
+    async def check() -> None:
+        error = await refused(tmp_path, capacity=100 << 20, segment_bytes=100 << 10)
+        assert error.exit_code == ExitCode.CONFIG
+        assert "LimitNOFILE or nvme.segment_bytes" in str(error)
+
+    run(check)
+
+
+def test_soft_limit_of_open_files_is_raised_for_the_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 100_000))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
+
+    async def check() -> None:
+        async with opened(tmp_path, capacity=100 << 20, segment_bytes=100 << 10) as (store, _):
+            count = (100 << 20) // store.stats()["segment_bytes"]
+            ((soft, hard),) = limits
+            assert soft > count
+            assert hard == 100_000
 
     run(check)
