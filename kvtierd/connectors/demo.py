@@ -8,11 +8,12 @@ Each answer is compared with the cold one, token by token, and each tier is show
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvtierd.bench.rows import BenchError, Row
-from kvtierd.connectors.demo_rig import DemoRig, Generation, Progress
+from kvtierd.connectors.demo_rig import PROMPT_TOKENS, DemoRig, Generation, Progress
 from kvtierd.connectors.demo_table import Line, bench_row
 from kvtierd.core.units import format_bytes
 from kvtierd.protocol.messages import Tier
@@ -22,12 +23,12 @@ AFTER_RESTART: tuple[Tier, ...] = ("nvme", "host", "gpu")
 BENCH_ROUNDS, BENCH_ROUNDS_QUICK = 3, 1
 
 
-def run_demo(progress: Progress, directory: Path | None = None) -> Iterator[Line]:
+def run_demo(progress: Progress, directory: Path | None = None, prompt_tokens: int = PROMPT_TOKENS) -> Iterator[Line]:
     """Run the demonstration; lines come as they are measured. Raises ModelUnavailableError where a package is missing.
 
     `progress` gets a line a step; `directory` is where the temporary folder lies.
     """
-    with DemoRig(progress, directory) as rig:
+    with DemoRig(progress, directory, prompt_tokens) as rig:
         progress(f"cold prefill of {rig.input_ids.shape[1]:,} tokens")
         cold = rig.cold()
         yield _line(cold, cold)
@@ -45,16 +46,24 @@ def run_demo(progress: Progress, directory: Path | None = None) -> Iterator[Line
             yield _line(rig.served(), cold, tier, restarted=True)
 
 
-def bench_rows(*, quick: bool) -> Iterator[Row]:
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(f"demo: {line}\n")
+
+
+def bench_rows(
+    *, quick: bool, directory: Path | None = None, progress: Progress = _to_stderr, prompt_tokens: int = PROMPT_TOKENS
+) -> Iterator[Row]:
     """Time to first token from host, and from nvme after a restart, over the cold prefill: medians of rounds.
 
-    Every round measures all three in turn, so that a machine that drifts drifts for all.
+    Every round measures all three in turn, so that a machine that drifts drifts for all. Raises BenchError when the
+    daemon does not take the prompt, ModelUnavailableError where a package is missing.
     """
     rounds = BENCH_ROUNDS_QUICK if quick else BENCH_ROUNDS
     cold: list[Generation] = []
     lines: dict[str, list[Line]] = {"host": [], "nvme": []}
-    with DemoRig(lambda _line: None) as rig:
-        for _ in range(rounds):
+    with DemoRig(progress, directory, prompt_tokens) as rig:
+        for turn in range(rounds):
+            progress(f"round {turn + 1} of {rounds}")
             cold.append(rig.cold())
             stored = rig.save()
             if stored.refused:

@@ -6,6 +6,7 @@ another's, so the rule is: known and harmless, or an error.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ def _unsupported(config: GenerationConfig) -> str:
         (config.use_cache is False, "use_cache=False leaves no KV to store or restore"),
         (config.cache_implementation not in caches, f"cache_implementation is {config.cache_implementation!r}"),
         (config.token_healing, "token_healing changes the prompt after its KV was looked up"),
+        (config.output_attentions, "output_attentions cannot cover tokens that are not computed"),
+        (config.output_hidden_states, "output_hidden_states cannot cover tokens that are not computed"),
     )
     return next((reason for applies, reason in reasons if applies), "")
 
@@ -67,7 +70,7 @@ def check_input_ids(input_ids: Any) -> None:
 def _effective_config(model: Any, arguments: dict[str, Any]) -> GenerationConfig:
     """What `generate` would settle on: keyword arguments over the given configuration over the model's own."""
     given = arguments.get("generation_config")
-    config = GenerationConfig() if given is None else GenerationConfig.from_dict(given.to_dict())
+    config = GenerationConfig() if given is None else copy.deepcopy(given)
     config.update(**model.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
     config.update(**{name: value for name, value in arguments.items() if name not in _PASSED_ON})
     return config

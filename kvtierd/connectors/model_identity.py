@@ -102,7 +102,7 @@ def fingerprint(model: Any) -> str:
 
     Raises ValueError naming a tensor that has no plain bytes (on the meta device, or packed by a quantiser).
     """
-    digest = blake3.blake3(b"kvtierd weights")
+    digest = blake3.blake3(b"kvtierd weights", max_threads=blake3.blake3.AUTO)
     for name, tensor in sorted(chain(model.named_parameters(), model.named_buffers()), key=lambda item: item[0]):
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}\n".encode())
         try:

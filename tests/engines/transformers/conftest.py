@@ -16,8 +16,9 @@ if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transf
     collect_ignore_glob = ["test_*.py"]  # these tests need an environment of their own: make test-engines
 else:
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
-from kvtierd import Client
+from kvtierd import Client, Unavailable
 from kvtierd.daemon.embedded import EmbeddedDaemon
 
 HOST_BYTES = 256 << 20
@@ -49,20 +50,41 @@ def text_ids(folder: Path) -> Any:
     return prompt_ids(folder, 1000)
 
 
-def await_arena(daemon: EmbeddedDaemon) -> None:
-    """The daemon makes its arena after it is ready; until then it refuses stores."""
-    with Client(daemon.endpoint) as probe:
-        give_up_s = time.monotonic() + 20
+def _await_arena(daemon: EmbeddedDaemon) -> None:
+    with Client(daemon.endpoint, timeout_s=5) as probe:
+        give_up_s = time.monotonic() + 30
         while probe.stats()["host_ready_bytes"] < HOST_BYTES:
-            assert time.monotonic() < give_up_s, "the arena was not made in 20 s"
+            assert time.monotonic() < give_up_s, "the arena was not made in 30 s"
             time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedDaemon]:
     with EmbeddedDaemon(tmp_path_factory.mktemp("daemon"), **SETTINGS) as running:
-        await_arena(running)
+        _await_arena(running)
         yield running
+
+
+@pytest.fixture
+def await_daemon(daemon: EmbeddedDaemon, client: Client) -> Callable[[], None]:
+    """Wait until a daemon that was started anew can serve, and the client has found it again.
+
+    It makes its arena after it is ready; until then reads and stores are refused as busy.
+    """
+
+    def wait() -> None:
+        _await_arena(daemon)
+        give_up_s = time.monotonic() + 30
+        while True:
+            try:
+                client.ping()
+            except Unavailable:
+                assert time.monotonic() < give_up_s, "the client did not come back in 30 s"
+                time.sleep(0.02)
+            else:
+                return
+
+    return wait
 
 
 @pytest.fixture

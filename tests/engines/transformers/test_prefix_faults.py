@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtierd import Client, Unavailable
+from kvtierd import Client
 from kvtierd.connectors.transformers import PrefixStore
 from kvtierd.daemon.embedded import EmbeddedDaemon
 
@@ -39,33 +39,30 @@ class AfterTokens:
         pass
 
 
-def await_answer(client: Client) -> None:
-    give_up_s = time.monotonic() + 10
-    while True:
-        try:
-            client.ping()
-        except Unavailable:
-            assert time.monotonic() < give_up_s
-            time.sleep(0.02)
-        else:
-            return
-
-
 def test_after_a_restart_the_prefix_comes_from_the_disk(
-    new_store: NewStore, client: Client, daemon: EmbeddedDaemon, plain: Plain, text_ids: torch.Tensor
+    new_store: NewStore,
+    daemon: EmbeddedDaemon,
+    await_daemon: Callable[[], None],
+    plain: Plain,
+    text_ids: torch.Tensor,
 ) -> None:
     store, prompt = new_store(), text_ids[:, :300]
     cold = plain(prompt, **MORE)
     store.generate(prompt, **GREEDY)
     daemon.restart()
-    await_answer(client)
+    await_daemon()
     restored = store.restore(prompt)
     assert (restored.tokens, restored.sources) == (9 * BLOCK, {"nvme": 9})
     assert torch.equal(store.generate(prompt, **MORE), cold)
 
 
 def test_flushed_blocks_survive_a_daemon_that_was_killed(
-    new_store: NewStore, client: Client, daemon: EmbeddedDaemon, plain: Plain, text_ids: torch.Tensor
+    new_store: NewStore,
+    client: Client,
+    daemon: EmbeddedDaemon,
+    await_daemon: Callable[[], None],
+    plain: Plain,
+    text_ids: torch.Tensor,
 ) -> None:
     store, prompt = new_store(), text_ids[:, :200]
     cold = plain(prompt, **GREEDY)
@@ -73,7 +70,7 @@ def test_flushed_blocks_survive_a_daemon_that_was_killed(
     client.flush()
     daemon.kill()
     daemon.start()
-    await_answer(client)
+    await_daemon()
     assert store.restore(prompt).tokens == 6 * BLOCK
     assert torch.equal(store.generate(prompt, **GREEDY), cold)
 
@@ -82,8 +79,8 @@ def test_flushed_blocks_survive_a_daemon_that_was_killed(
 def test_a_daemon_killed_in_the_midst_changes_nothing(
     tokens: int,
     new_store: NewStore,
-    client: Client,
     daemon: EmbeddedDaemon,
+    await_daemon: Callable[[], None],
     plain: Plain,
     text_ids: torch.Tensor,
 ) -> None:
@@ -96,7 +93,7 @@ def test_a_daemon_killed_in_the_midst_changes_nothing(
         assert store.counters.refused_blocks
     finally:
         daemon.start()
-        await_answer(client)
+        await_daemon()
     assert torch.equal(store.generate(prompt, **GREEDY), cold)
 
 
