@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
-import mmap
 import os
 import select
 import socket
 import threading
 import time
-import weakref
 
 import msgspec
 import numpy as np
@@ -18,6 +15,7 @@ import numpy.typing as npt
 
 from kvtierd.core.checksum import Bytes
 from kvtierd.core.errors import KvtierdError
+from kvtierd.protocol.mapping import SharedMapping
 from kvtierd.protocol.messages import (
     AnyArenaReply,
     AnyArenaRequest,
@@ -54,12 +52,9 @@ class MappedChunk:
         _check_file("data", data_fd, reply.chunk_bytes)
         _check_file("generations", generations_fd, table_bytes)
         self.slot_bytes = reply.slot_bytes
-        data = mmap.mmap(data_fd, reply.chunk_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        table = mmap.mmap(generations_fd, table_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
-        self.data: Bytes = np.frombuffer(data, np.uint8)
-        self.generations: npt.NDArray[np.uint64] = np.frombuffer(table, "<u8")
-        _keep_out_of_children(data, self.data)
-        _keep_out_of_children(table, self.generations)
+        self.data: Bytes = np.asarray(SharedMapping(data_fd, reply.chunk_bytes, writable=True))
+        table: Bytes = np.asarray(SharedMapping(generations_fd, table_bytes, writable=False))
+        self.generations: npt.NDArray[np.uint64] = table.view("<u8")
 
     def view(self, offset: int, nbytes: int) -> Bytes:
         """Bytes of one slot. Raises ArenaError when they do not lie in the chunk."""
@@ -112,7 +107,7 @@ class Arena:
                 self._send(ArenaMap(number))
                 return self._await_chunk(number, deadline_ns)
             except OSError as error:
-                raise ArenaError(f"the arena socket failed: {error}") from error
+                raise ArenaError(f"cannot map chunk {number}: {error}") from error
 
     def _await_chunk(self, number: int, deadline_ns: int) -> MappedChunk:
         while True:
@@ -122,6 +117,8 @@ class Arena:
                     case ArenaChunk(chunk=got) if got == number and len(descriptors) == 2:
                         chunk = self._chunks[number] = MappedChunk(reply, *descriptors)
                         return chunk
+                    case ArenaChunk(chunk=got) if got == number:
+                        raise ArenaError("a chunk came without its two files; is the limit of open files reached?")
                     case ArenaGone(chunk=got):
                         self._chunks.pop(got, None)
                         if got == number:
@@ -193,33 +190,3 @@ def _close_all(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
     descriptors.clear()
-
-
-_mappings: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, int]] = weakref.WeakKeyDictionary()
-"""Address and length of every mapping that lives; the weak key goes with its last view."""
-
-_MAP_FIXED_NOREPLACE = 0x100000  # asm-generic/mman-common.h, Linux 4.17
-_MAP_NORESERVE = 0x4000
-_libc_mmap = ctypes.CDLL(None).mmap
-_libc_mmap.restype = ctypes.c_void_p
-_libc_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-
-
-def _keep_out_of_children(mapping: mmap.mmap, view: npt.NDArray[np.generic]) -> None:
-    # A forked child that kept writing after its parent's end would write into slots that changed hands.
-    mapping.madvise(mmap.MADV_DONTFORK)
-    _mappings[mapping] = (view.ctypes.data, view.nbytes)
-
-
-def _fill_holes() -> None:
-    """In a forked child: occupy the addresses of mappings that did not come along.
-
-    Python still owns these mmap objects and will unmap their addresses one day; by then the allocator could have put
-    memory of the child's own there.
-    """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
-    for address, nbytes in list(_mappings.values()):
-        _libc_mmap(address, nbytes, 0, flags, -1, 0)
-
-
-os.register_at_fork(after_in_child=_fill_holes)

@@ -18,6 +18,7 @@ import numpy as np
 from kvtierd.core.errors import ErrorCode, KvtierdError, RequestError
 from kvtierd.core.keys import Keys, as_keys
 from kvtierd.protocol.connection import Connection, Received, Unavailable
+from kvtierd.protocol.endpoint import why_silent
 from kvtierd.protocol.messages import (
     AnyReply,
     AnyRequest,
@@ -164,7 +165,7 @@ class Asking:
                 f"the daemon at {self.connection.endpoint} says {received[0].code}: {received[0].message}"
             )
         refusal = self.connection.refusal
-        reason = f"it refused this client: {refusal}" if refusal else "it did not answer in time"
+        reason = f"it refused this client: {refusal}" if refusal else why_silent(self.connection.endpoint)
         raise Unavailable(f"no daemon at {self.connection.endpoint}: {reason}")
 
 

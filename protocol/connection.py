@@ -15,6 +15,7 @@ import zmq
 
 from kvtierd.core.errors import ErrorCode, KvtierdError, RequestError
 from kvtierd.protocol.codec import decode_reply, encode
+from kvtierd.protocol.endpoint import path_of
 from kvtierd.protocol.messages import (
     MAX_BATCH,
     PROTOCOL_VERSION,
@@ -75,9 +76,13 @@ class Pending:
 
 
 class Connection:
-    """Not thread-safe: its owner serialises the calls. `counters` count what a caller does not see."""
+    """Not thread-safe: its owner serialises the calls. `counters` count what a caller does not see.
+
+    Raises ValueError for an endpoint that is not `ipc://PATH`: deadlines are on the host's clock.
+    """
 
     def __init__(self, endpoint: str, name: str) -> None:
+        path_of(endpoint)
         self.endpoint = endpoint
         self.name = name
         self.counters: Counter[str] = Counter()

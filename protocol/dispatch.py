@@ -157,8 +157,7 @@ class Dispatcher:
 
     async def _finish(self, peer: Peer, request: AnyRequest, awaitable: Awaitable[Answer], budget_s: float) -> None:
         try:
-            async with asyncio.timeout(budget_s):
-                answer = await awaitable
+            answer = await self._in_time(peer, awaitable, budget_s)
             self._reply(peer, request, answer)
         except TimeoutError:
             self.fail(peer.rid, request.id, RequestError(ErrorCode.DEADLINE, f"not done within {budget_s:.3f} s"))
@@ -166,6 +165,15 @@ class Dispatcher:
             self.fail(peer.rid, request.id, error)
         except Exception as error:  # noqa: BLE001 - it is logged
             self.fail(peer.rid, request.id, self.bug(error))
+
+    @staticmethod
+    async def _in_time(peer: Peer, awaitable: Awaitable[Answer], budget_s: float) -> Answer:
+        try:
+            async with asyncio.timeout(budget_s):
+                return await awaitable
+        finally:
+            # Before the answer leaves: whoever has read it may use the place that it frees.
+            peer.tasks.discard(asyncio.current_task())
 
     def _reply(self, peer: Peer, request: AnyRequest, answer: Answer) -> None:
         if type(request) is Release and request.quiet:

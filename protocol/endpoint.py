@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 from kvtierd.core.errors import ExitCode, StartupError
@@ -23,6 +21,30 @@ DEFAULT_ENDPOINT = "ipc:///run/kvtierd/default/kvtierd.sock"
 def default_endpoint() -> str:
     """Where clients look: $KVTIERD_ENDPOINT, else the service's default tenant."""
     return os.environ.get("KVTIERD_ENDPOINT") or DEFAULT_ENDPOINT
+
+
+def path_of(endpoint: str) -> Path:
+    """The socket's path. Raises ValueError for anything but `ipc://PATH`."""
+    path = endpoint.removeprefix("ipc://")
+    if path == endpoint or not path:
+        raise ValueError(f"endpoint {endpoint!r} is not of the form ipc:///PATH/TO/kvtierd.sock")
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise ValueError(f"the endpoint's path {path} is longer than {MAX_PATH_BYTES} bytes")
+    return Path(path)
+
+
+def why_silent(endpoint: str) -> str:
+    """The likely reason that nobody answers there."""
+    path = path_of(endpoint)
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return "there is no such socket; is kvtierd running, and is this its endpoint ($KVTIERD_ENDPOINT)?"
+    except PermissionError:
+        return "its folder may not be entered; is this user in the tenant's group?"
+    if not os.access(path, os.W_OK):
+        return "the socket may not be written to; is this user in the tenant's group?"
+    return "it did not answer in time"
 
 
 def prepare_path(path: Path, *, replace_stale: bool) -> None:
@@ -47,11 +69,10 @@ def prepare_path(path: Path, *, replace_stale: bool) -> None:
     raise StartupError(ExitCode.LOCKED, message)
 
 
-@contextlib.contextmanager
-def socket_mode() -> Iterator[None]:
-    """Create sockets with SOCKET_MODE from the start, not a moment after they can be reached."""
-    mask = os.umask(0o777 & ~SOCKET_MODE)
-    try:
-        yield
-    finally:
-        os.umask(mask)
+def set_mode(path: Path) -> None:
+    """Give a socket its mode. Its folder, 0750, keeps strangers out in the moment before.
+
+    The process's umask would do it at once, but it is everybody's: a thread that made a folder meanwhile would make one
+    that nobody can enter.
+    """
+    path.chmod(SOCKET_MODE)

@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from kvtierd.core.errors import ExitCode, StartupError
-from kvtierd.protocol.endpoint import EVENTS_NAME, prepare_path, socket_mode
+from kvtierd.protocol.endpoint import EVENTS_NAME, prepare_path, set_mode
 
 MAX_WAITING_EVENTS = 1024
 """A turn of the loop that makes more is sent in several batches."""
@@ -82,9 +82,9 @@ class EventPublisher:
         socket.setsockopt(zmq.SNDHWM, QUEUE_BATCHES)
         socket.setsockopt(zmq.LINGER, 0)
         try:
-            with socket_mode():
-                socket.bind(self.endpoint)
-        except zmq.ZMQError as error:
+            socket.bind(self.endpoint)
+            set_mode(self.path)
+        except (zmq.ZMQError, OSError) as error:
             socket.close(0)
             self._context.term()
             raise StartupError(ExitCode.IO, f"cannot bind {self.endpoint}: {error}") from error

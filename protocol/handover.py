@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from kvtierd.core.errors import ExitCode, StartupError
-from kvtierd.protocol.endpoint import prepare_path, socket_mode
+from kvtierd.protocol.endpoint import prepare_path, set_mode
 from kvtierd.protocol.messages import (
     AnyArenaReply,
     AnyArenaRequest,
@@ -96,8 +96,8 @@ class ArenaListener:
         self._loop = asyncio.get_running_loop()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
-            with socket_mode():
-                listener.bind(os.fspath(self.path))
+            listener.bind(os.fspath(self.path))
+            set_mode(self.path)
             listener.listen(BACKLOG)
         except OSError as error:
             listener.close()

@@ -19,7 +19,7 @@ from kvtierd.core.clock import Clock, SystemClock
 from kvtierd.core.errors import ErrorCode, ExitCode, RequestError, StartupError
 from kvtierd.protocol.codec import HeaderError, decode_request
 from kvtierd.protocol.dispatch import Dispatcher
-from kvtierd.protocol.endpoint import ARENA_NAME, SOCKET_NAME, prepare_path, socket_mode
+from kvtierd.protocol.endpoint import ARENA_NAME, SOCKET_NAME, prepare_path, set_mode
 from kvtierd.protocol.handover import ArenaListener
 from kvtierd.protocol.messages import (
     MAX_BATCH,
@@ -119,9 +119,9 @@ class Server:
         socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         try:
-            with socket_mode():
-                socket.bind(self.endpoint)
-        except zmq.ZMQError as error:
+            socket.bind(self.endpoint)
+            set_mode(self.path)
+        except (zmq.ZMQError, OSError) as error:
             socket.close(0)
             raise StartupError(ExitCode.IO, f"cannot bind {self.endpoint}: {error}") from error
         return socket

@@ -14,8 +14,8 @@ from os import _exit, fork  # nothing of ours forks, but engines do: what happen
 
 import numpy as np
 
-from kvtierd.protocol.arena import _mappings
 from kvtierd.protocol.client import Client
+from kvtierd.protocol.mapping import _alive
 from tests.fault.protocol.conftest import SPACE, blocks_of, keys_of
 
 
@@ -44,7 +44,7 @@ def main() -> None:
     reservation = client.reserve(handle, keys_of(1, first_token=700))
     view = reservation.views[0]
     assert view is not None
-    assert len(_mappings) == 2
+    assert len(_alive) == 2
     stop = threading.Event()
 
     def look() -> None:

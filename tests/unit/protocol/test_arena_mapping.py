@@ -14,6 +14,7 @@ import pytest
 
 from kvtierd.core.namespace import Namespace
 from kvtierd.protocol import arena as arena_module
+from kvtierd.protocol import mapping
 from kvtierd.protocol.arena import Arena, ArenaError, MappedChunk
 from kvtierd.protocol.client import Client
 from kvtierd.protocol.messages import ArenaChunk
@@ -80,6 +81,44 @@ def test_a_slot_outside_its_chunk_is_refused() -> None:
     os.close(table)
 
 
+def test_a_mapping_keeps_no_descriptor_and_goes_with_its_last_view() -> None:
+    descriptor, _ = sealed_file("data", 8192)
+    os.pwrite(descriptor, b"here", 4096)
+    before = set(Path("/proc/self/fd").iterdir())
+    view = np.asarray(mapping.SharedMapping(descriptor, 8192, writable=True))[4096:]
+    assert set(Path("/proc/self/fd").iterdir()) <= before
+    address = f"{view.__array_interface__['data'][0] - 4096:x}-"
+    os.close(descriptor)
+    assert address in Path("/proc/self/maps").read_text()
+    assert bytes(view[:4]) == b"here"
+    del view
+    assert address not in Path("/proc/self/maps").read_text()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        mapping.SharedMapping(descriptor, 8192, writable=True)
+
+
+def test_files_that_did_not_come_along_are_an_error(
+    daemon: ThreadDaemon, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive = socket.recv_fds
+
+    def at_the_limit(*arguments: object) -> object:
+        data, descriptors, flags, address = receive(*arguments)  # type: ignore[arg-type]
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return data, [], flags, address
+
+    monkeypatch.setattr(socket, "recv_fds", at_the_limit)
+    client = connect()
+    space = Namespace(model="m", geometry=PADDED)
+    handle = client.register(space)
+    with client.reserve(handle, keys_of(space, 1)) as reservation:
+        assert reservation.views == [None]
+    assert client.counters["arena_errors"] == 1
+    assert client.ping() > 0
+    assert not daemon.service.reservations
+
+
 def test_the_generation_table_is_read_only() -> None:
     (data, _), (table, _) = sealed_file("data", 8192), sealed_file("table", 16)
     chunk = MappedChunk(ArenaChunk(1, 8192, 4096, 2), data, table)
@@ -102,10 +141,10 @@ def test_a_view_outlives_its_chunk(connect: Callable[..., Client], daemon: Threa
     assert client._slots._arena.chunk(CHUNK) is None  # type: ignore[union-attr]
     np.testing.assert_array_equal(lease.views[0][:384], blocks[0][:384])
     assert client.fetch(handle, keys).count == 1  # it is mapped again: the daemon still has it
-    mapped = len(arena_module._mappings)
+    mapped = len(mapping._alive)
     client.close()
     del lease
-    assert len(arena_module._mappings) == mapped - 4
+    assert len(mapping._alive) == mapped - 4
 
 
 def test_a_chunk_that_cannot_be_mapped_is_a_miss_and_gives_back(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -41,6 +42,25 @@ def test_the_endpoint_is_found_where_the_environment_says(monkeypatch: pytest.Mo
     assert default_endpoint() == "ipc:///tmp/x.sock"
     monkeypatch.delenv("KVTIERD_ENDPOINT")
     assert default_endpoint() == "ipc:///run/kvtierd/default/kvtierd.sock"
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5555", "ipc://", "/run/kvtierd.sock", "ipc:///" + "x" * 107])
+def test_an_endpoint_that_is_none_is_the_callers_mistake(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="endpoint"):
+        Client(endpoint)
+
+
+def test_an_absent_daemon_is_explained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "kvtierd.sock"
+    with Client(f"ipc://{path}", timeout_s=0.01) as client:
+        with pytest.raises(Unavailable, match="there is no such socket; is kvtierd running"):
+            client.ping()
+        path.touch()
+        with pytest.raises(Unavailable, match="it did not answer in time"):
+            client.ping()
+        monkeypatch.setattr(os, "access", lambda *_: False)  # root may do everything
+        with pytest.raises(Unavailable, match="in the tenant's group"):
+            client.ping()
 
 
 def test_a_refused_client_says_why_and_comes_in_later(folder: Path) -> None:
