@@ -12,8 +12,8 @@ from kvtierd.core.clock import ManualClock
 from kvtierd.core.errors import ExitCode, StartupError, StorageError
 from kvtierd.core.units import KIB
 from kvtierd.storage import Extent, SegmentStore
-from kvtierd.storage.io_memory import MemoryDisk, MemoryIo
 from kvtierd.testing.faulty_io import Call, Fault, FaultyIo, fail_call
+from kvtierd.testing.memory_disk import MemoryDisk, MemoryIo
 from tests.unit.storage.blocks import Block, by_key, known, readable, run, settings
 
 TINY = {"capacity": 360 * KIB, "segment_bytes": 80 * KIB, "io_threads": 1}

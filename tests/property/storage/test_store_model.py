@@ -1,6 +1,6 @@
 """Any sequence of operations, restarts and losses of power, against a dict.
 
-The disk is a model that keeps what was synced, and of the rest whatever it likes (kvtierd.storage.io_memory).
+The disk is a model that keeps what was synced, and of the rest whatever it likes (kvtierd.testing.memory_disk).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvtierd.core.clock import ManualClock
 from kvtierd.core.errors import CorruptionError
 from kvtierd.core.units import KIB
 from kvtierd.storage import Extent, SegmentStore
-from kvtierd.storage.io_memory import MemoryDisk, MemoryIo
+from kvtierd.testing.memory_disk import MemoryDisk, MemoryIo
 from tests.unit.storage.blocks import ODD, SMALL, Block, namespace, settings
 
 T = TypeVar("T")

@@ -33,6 +33,10 @@ def namespace(geometry: Geometry = SMALL, model: str = "model", **fields: Any) -
     return Namespace(model=model, geometry=geometry, **fields)
 
 
+TINY = {"capacity": 360 * KIB, "segment_bytes": 80 * KIB}
+"""Three or four segments of about six blocks."""
+
+
 class Block:
     """A block with random contents, made from its number."""
 
@@ -120,3 +124,22 @@ def by_key(found: Recovered) -> dict[bytes, Extent]:
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(test())
+
+
+class Ledger:
+    """A caller as the interface wants it: knows what it stored and forgets what it is told is going."""
+
+    def __init__(self, store: SegmentStore) -> None:
+        self.held: dict[int, tuple[Block, Extent]] = {}
+        self.told: list[int] = []
+        store.on_reclaim(self.forget)
+
+    def forget(self, gone: list[tuple[int, Extent]]) -> None:
+        for tag, extent in gone:
+            self.told.append(tag)
+            block, held = self.held.pop(tag)
+            assert held == extent, f"block {block.tag} was announced at a place where it never was"
+
+    async def put(self, store: SegmentStore, *blocks: Block) -> None:
+        for block, extent in zip(blocks, await put(store, *blocks), strict=True):
+            self.held[block.tag] = block, extent

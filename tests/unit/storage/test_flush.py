@@ -12,9 +12,9 @@ from kvtierd.core.clock import ManualClock
 from kvtierd.core.errors import StorageError
 from kvtierd.storage import SegmentStore
 from kvtierd.storage.flusher import Flusher
-from kvtierd.storage.io_memory import MemoryDisk, MemoryIo
 from kvtierd.storage.stats import COUNTERS, GAUGES
 from kvtierd.testing.faulty_io import FaultyIo
+from kvtierd.testing.memory_disk import MemoryDisk, MemoryIo
 from tests.unit.storage.blocks import Block, by_key, known, opened, put, run, settings
 
 

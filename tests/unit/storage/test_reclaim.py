@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
-import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 from kvtierd.core.errors import StorageError
 from kvtierd.core.units import KIB, MIB
-from kvtierd.storage import Extent, SegmentStore
+from kvtierd.storage import Extent
 from kvtierd.storage.interface import IoMode
-from kvtierd.storage.io_memory import MemoryDisk, MemoryIo
-from kvtierd.testing.faulty_io import Call, Fault, FaultyIo
-from tests.unit.storage.blocks import Block, by_key, opened, put, readable, run
-
-TINY = {"capacity": 360 * KIB, "segment_bytes": 80 * KIB}
-"""Three or four segments of about six blocks."""
-
-
-class Ledger:
-    """A caller as the interface wants it: knows what it stored and forgets what it is told is going."""
-
-    def __init__(self, store: SegmentStore) -> None:
-        self.held: dict[int, tuple[Block, Extent]] = {}
-        self.told: list[int] = []
-        store.on_reclaim(self.forget)
-
-    def forget(self, gone: list[tuple[int, Extent]]) -> None:
-        for tag, extent in gone:
-            self.told.append(tag)
-            block, held = self.held.pop(tag)
-            assert held == extent, f"block {block.tag} was announced at a place where it never was"
-
-    async def put(self, store: SegmentStore, *blocks: Block) -> None:
-        for block, extent in zip(blocks, await put(store, *blocks), strict=True):
-            self.held[block.tag] = block, extent
+from kvtierd.testing.faulty_io import FaultyIo
+from kvtierd.testing.memory_disk import MemoryDisk, MemoryIo
+from tests.unit.storage.blocks import TINY, Block, Ledger, by_key, opened, put, readable, run
 
 
 def test_full_store_drops_its_oldest_blocks_and_announces_each_once(tmp_path: Path) -> None:
@@ -82,56 +57,6 @@ def test_read_of_an_announced_extent_fails_at_once(tmp_path: Path) -> None:
     run(check)
 
 
-class GatedIo(FaultyIo):
-    """Reads wait at a gate; `reading` says that one has come to it."""
-
-    def __init__(self, inner: MemoryIo) -> None:
-        super().__init__(inner, self.wait)
-        self.gate = threading.Event()
-        self.gate.set()
-        self.reading = threading.Event()
-
-    def wait(self, call: Call) -> Fault | None:
-        if call.operation == "read" and call.offset:
-            self.reading.set()
-            assert self.gate.wait(30)
-        return None
-
-
-def header_writes(calls: Sequence[Call], name: str) -> int:
-    return sum(call.operation == "write" and call.name == name and call.offset == 0 for call in calls)
-
-
-def test_case_05_segment_is_not_recycled_under_a_read_in_flight(tmp_path: Path) -> None:
-    async def check() -> None:
-        io = GatedIo(MemoryIo(MemoryDisk()))
-        async with opened(tmp_path, io, **TINY) as (store, _):
-            ledger = Ledger(store)
-            await ledger.put(store, Block(0))
-            block, extent = ledger.held[0]
-            io.gate.clear()
-            item = block.fetch(extent)
-            reading = asyncio.create_task(store.read([item]))
-            await asyncio.to_thread(io.reading.wait, 30)
-
-            writing = asyncio.create_task(fill(ledger, store))
-            while 0 in ledger.held:  # its segment is announced, so it is the next to be recycled
-                await asyncio.sleep(0.001)
-            await asyncio.sleep(0.05)
-            assert not writing.done()
-            assert not reading.done()
-            io.gate.set()
-            assert await reading == [None]
-            assert block.same(item.out), "the segment was written over while it was read"
-            await writing
-
-    async def fill(ledger: Ledger, store: SegmentStore) -> None:
-        for number in range(1, 60):
-            await ledger.put(store, Block(number))
-
-    run(check)
-
-
 def test_recycled_segment_has_its_new_header_on_stable_storage_before_its_first_record(tmp_path: Path) -> None:
     async def check() -> None:
         io = FaultyIo(MemoryIo(MemoryDisk()))
@@ -149,69 +74,6 @@ def test_recycled_segment_has_its_new_header_on_stable_storage_before_its_first_
                 elif call.name == name and call.operation == "write":
                     assert header_is_stable
         assert lives > 8
-
-    run(check)
-
-
-def test_case_05_block_of_a_segment_that_is_given_up_meanwhile_is_an_error(tmp_path: Path) -> None:
-    """A batch lies half in a segment that others recycle before the batch is done; a read holds that segment back."""
-
-    async def check() -> None:
-        reads, writes, reading = threading.Event(), threading.Event(), threading.Event()
-
-        def plan(call: Call) -> Fault | None:
-            if call.operation == "read" and call.offset:
-                reading.set()
-                assert reads.wait(30)
-            if call.operation == "write" and call.offset and call.name == "segment-000001":
-                assert writes.wait(30)
-            return None
-
-        io = FaultyIo(MemoryIo(MemoryDisk()), plan)
-        async with opened(tmp_path, io, io_threads=3, **TINY) as (store, _):
-            ledger = Ledger(store)
-            await ledger.put(store, Block(0))
-            block, extent = ledger.held[0]
-            holding = asyncio.create_task(store.read([block.fetch(extent)]))
-            await asyncio.to_thread(reading.wait, 30)
-            batch = asyncio.create_task(store.write([Block(number).item() for number in range(1, 8)]))
-            await asyncio.sleep(0)
-            filling = asyncio.create_task(fill(ledger, store))
-            while 0 in ledger.held:
-                await asyncio.sleep(0.001)
-            writes.set()
-            results = await batch
-            assert [isinstance(result, Extent) for result in results] == [False] * 3 + [True] * 4
-            reads.set()
-            assert await holding == [None]
-            filling.cancel()
-            await asyncio.wait([filling])
-
-    async def fill(ledger: Ledger, store: SegmentStore) -> None:
-        for number in range(100, 200):
-            await ledger.put(store, Block(number))
-
-    run(check)
-
-
-def test_case_05_cancelled_read_returns_only_when_its_buffer_is_free(tmp_path: Path) -> None:
-    async def check() -> None:
-        io = GatedIo(MemoryIo(MemoryDisk()))
-        async with opened(tmp_path, io, **TINY) as (store, _):
-            block = Block(0)
-            (extent,) = await put(store, block)
-            io.gate.clear()
-            item = block.fetch(extent)
-            reading = asyncio.create_task(store.read([item]))
-            await asyncio.to_thread(io.reading.wait, 30)
-            for _ in range(3):
-                reading.cancel()
-                await asyncio.sleep(0.01)
-            assert not reading.done(), "the buffer was given back while a thread writes into it"
-            io.gate.set()
-            await asyncio.wait([reading])
-            assert reading.cancelled()
-            assert block.same(item.out)
 
     run(check)
 
@@ -341,22 +203,5 @@ def test_case_11_real_full_disk_recycles_and_the_store_stays_up(mounted) -> None
             (point / "ballast").unlink()
             await put(store, *map(Block, range(100, 130)))
             assert store.stats()["segments"] > segments
-
-    run(check)
-
-
-def test_cancelled_write_is_found_neither_now_nor_later(tmp_path: Path) -> None:
-    async def check() -> None:
-        disk = MemoryDisk()
-        async with opened(tmp_path, MemoryIo(disk), **TINY) as (store, _):
-            await put(store, Block(1))
-            writing = asyncio.create_task(store.write([Block(2).item()]))
-            await asyncio.sleep(0)
-            writing.cancel()
-            await asyncio.wait([writing])
-            assert writing.cancelled()
-            assert store.stats()["live_extents"] == 1
-        async with opened(tmp_path, MemoryIo(disk), **TINY) as (_, found):
-            assert by_key(found).keys() == {Block(1).digest + Block(1).key}
 
     run(check)
