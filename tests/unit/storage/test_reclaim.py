@@ -6,13 +6,15 @@ import contextlib
 import os
 from pathlib import Path
 
+import numpy as np
+
 from kvtierd.core.errors import StorageError
 from kvtierd.core.units import KIB, MIB
 from kvtierd.storage import Extent
 from kvtierd.storage.interface import IoMode
 from kvtierd.testing.faulty_io import FaultyIo
 from kvtierd.testing.memory_disk import MemoryDisk, MemoryIo
-from tests.unit.storage.blocks import TINY, Block, Ledger, by_key, opened, put, readable, run
+from tests.unit.storage.blocks import LARGE, TINY, Block, Ledger, by_key, namespace, opened, put, readable, run
 
 
 def test_full_store_drops_its_oldest_blocks_and_announces_each_once(tmp_path: Path) -> None:
@@ -125,8 +127,6 @@ def test_adopted_tags_are_announced_and_unknown_ones_are_not(tmp_path: Path) -> 
         async with opened(tmp_path, **TINY) as (store, _):
             await put(store, *blocks)
         async with opened(tmp_path, **TINY) as (store, found):
-            import numpy as np
-
             told: list[tuple[int, Extent]] = []
             store.on_reclaim(told.extend)
             places = [by_key(found)[block.digest + block.key] for block in blocks]
@@ -170,8 +170,6 @@ def test_reserve_of_free_space_is_kept_by_recycling_instead(tmp_path: Path) -> N
 
 
 def test_block_that_fits_no_segment_is_an_error_of_its_own(tmp_path: Path) -> None:
-    from tests.unit.storage.blocks import LARGE, namespace
-
     async def check() -> None:
         async with opened(tmp_path) as (store, _):
             large, small = Block(1, namespace(LARGE)), Block(2)
