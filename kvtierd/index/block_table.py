@@ -30,8 +30,8 @@ RECORD = np.dtype(
             "key", "host_slot", "gpu_slot", "segment", "extent_page", "last_access_s", "namespace", "pins", "flags",
             "moves", "next_row",
         ],
-        "formats": [("u1", 32), "i4", "i4", "i4", "u4", "u4", "u2", "u2", "u1", "u1", "i4"],
-        "offsets": [0, 32, 36, 40, 44, 48, 52, 54, 56, 57, 60],
+        "formats": [("u1", 32), "i4", "i4", "i4", "u4", "u4", "u2", "u2", "u1", "u2", "i4"],
+        "offsets": [0, 32, 36, 40, 44, 48, 52, 54, 56, 58, 60],
         "itemsize": RECORD_BYTES,
     }
 )  # fmt: skip
@@ -87,7 +87,8 @@ class BlockTable:
     extent_page   uint32   offset in the segment / 4096
     block_sum     uint64   checksum of the block
     pins          uint16   how many hold a pin
-    flags, moves  uint8    the owner's
+    flags         uint8    the owner's
+    moves         uint16   the owner's
     next_row      int32    the block that followed it in the last request that named both, -1 none; a hint: the row
                            may have been given to another block since
     last_access_s uint32   seconds of the daemon's clock
@@ -112,7 +113,7 @@ class BlockTable:
         self.last_access_s: npt.NDArray[np.uint32] = fields["last_access_s"]
         self.pins: npt.NDArray[np.uint16] = fields["pins"]
         self.flags: npt.NDArray[np.uint8] = fields["flags"]
-        self.moves: npt.NDArray[np.uint8] = fields["moves"]
+        self.moves: npt.NDArray[np.uint16] = fields["moves"]
         self.next_row: Rows = fields["next_row"]
         self.block_sum: npt.NDArray[np.uint64] = reserve((capacity,), np.uint64)
         self._words: npt.NDArray[Any] = self.records.view(np.int32)

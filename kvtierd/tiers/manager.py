@@ -7,7 +7,6 @@ ticker, and the ends of moves as tasks of the loop; bytes move in worker threads
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from kvtierd.config.schema import Settings
 from kvtierd.core.clock import Clock
-from kvtierd.core.errors import ErrorCode, RequestError, StorageError
+from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.core.units import PAGE_BYTES
 from kvtierd.gpu import Device
 from kvtierd.policy.eviction import LruEviction
@@ -34,8 +33,6 @@ from kvtierd.tiers.sessions import SessionState, need_frames, state_of
 from kvtierd.tiers.workers import Workers
 from kvtierd.tiers.write_behind import WriteBehind
 from kvtierd.tiers.writes import Writes
-
-_log = logging.getLogger(__name__)
 
 Handler = Callable[[Session, Any, Sequence[memoryview]], Answer | Awaitable[Answer]]
 
@@ -77,7 +74,7 @@ class TierManager:
             self._write_behind = WriteBehind(self.copies, store, limit)
             store.on_reclaim(self._reclaimed)
         self._onboarder = Onboarder(self._room, store, self._workers, ONBOARDS_INFLIGHT_MAX)
-        self._reads = Reads(settings, self.copies, self._onboarder, self._workers, clock)
+        self._reads = Reads(settings, self._room, self._onboarder, self._workers, clock)
         self._writes = Writes(settings, self._room, self._write_behind, self._workers, clock)
         pinned_max = int(settings.host.capacity * settings.leases.max_pinned_share)
         self._admin = Admin(self.copies, self._onboarder, self._write_behind, pinned_max)
@@ -92,6 +89,8 @@ class TierManager:
         if self._write_behind is not None:
             self._write_behind.start()
         self._room.grow()
+        # With a first chunk there, clients that come back after a restart are served and not turned away.
+        await self._room.next_chunk()
         self._ticker = asyncio.create_task(self._tick(), name="tier-ticker")
 
     async def failed(self) -> BaseException:
@@ -105,13 +104,10 @@ class TierManager:
         await self._room.grown()
 
     async def drain(self) -> None:
-        """Take no more stores and bring the dirty backlog to disk."""
+        """Take no more stores and bring the dirty backlog to disk. Raises StorageError when that fails."""
         self._writes.closed = True
         if self._write_behind is not None:
-            try:
-                await self._write_behind.flush()
-            except StorageError as error:
-                _log.error("drain: %s", error)
+            await self._write_behind.flush()
 
     async def close(self) -> None:
         """Stop; what is not on disk by now is lost."""

@@ -34,22 +34,25 @@ class Prefetcher:
         self._window = window
         self._tasks: dict[asyncio.Task[None], int] = {}
 
-    def follow(self, session: Session, entry: NamespaceEntry, last_row: int) -> None:
-        """The run that ends in this row was read: bring the next blocks of the sequence into host."""
-        if not self._window or self._copies.blocks.table.next_row[last_row] < 0:
+    def follow(self, session: Session, entry: NamespaceEntry, run: Rows) -> None:
+        """This run was read: bring the next blocks of the sequence into host."""
+        last = int(run[-1])
+        if not self._window or self._copies.blocks.table.next_row[last] < 0:
             return
-        rows = self._following(entry, last_row)
+        rows = self._following(entry, last)
         if rows.size and len(self._tasks) < MAX_PREFETCHES:
             self._copies.counters["prefetched_blocks"] += rows.size
-            self.start(session, functools.partial(self.to_host, entry, rows))
+            self.start(session, rows, functools.partial(self.to_host, entry, rows))
 
-    def start(self, session: Session, work: Callable[[], Awaitable[int]]) -> None:
-        """Run a prefetch in the background. RequestError `busy` when too many are under way."""
+    def start(self, session: Session, rows: Rows, work: Callable[[], Awaitable[int]]) -> None:
+        """Run a prefetch of rows in the background. RequestError `busy` when too many are under way."""
         if len(self._tasks) >= MAX_PREFETCHES:
             raise RequestError(ErrorCode.BUSY, f"{MAX_PREFETCHES} prefetches are under way", retry_after_ms=50)
+        # The task begins later, and may never begin: until it ends the rows must not become other blocks'.
+        self._copies.blocks.begin_move(rows)
         task = asyncio.create_task(_as_a_wish(work))
         self._tasks[task] = session.id
-        task.add_done_callback(self._tasks.pop)
+        task.add_done_callback(functools.partial(self._ended, rows))
 
     async def to_host(self, entry: NamespaceEntry, rows: Rows) -> int:
         """Bring rows into host; how many of the leading ones are there."""
@@ -69,6 +72,10 @@ class Prefetcher:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, rows: Rows, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        self._copies.blocks.end_move(rows)
 
     def _following(self, entry: NamespaceEntry, row: int) -> Rows:
         """Up to a window of rows behind this one that have no host copy and no move under way."""

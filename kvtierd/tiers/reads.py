@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,10 @@ from kvtierd.config.schema import Leases, Settings
 from kvtierd.core.checksum import Sums, copy_and_sum, layer_sums
 from kvtierd.core.clock import Clock
 from kvtierd.core.errors import ErrorCode, RequestError
+from kvtierd.core.keys import Keys
 from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.protocol.messages import (
+    MAX_BATCH,
     Acquire,
     AcquireReply,
     CountReply,
@@ -27,12 +29,12 @@ from kvtierd.protocol.messages import (
 )
 from kvtierd.protocol.service import Answer, Session
 from kvtierd.tiers.blocks import Rows
-from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.host_tier import empty_descriptors
 from kvtierd.tiers.leases import Lease, Register
 from kvtierd.tiers.namespaces import NamespaceEntry
 from kvtierd.tiers.onboard import Onboarder
 from kvtierd.tiers.prefetch import Prefetcher
+from kvtierd.tiers.room import Room
 from kvtierd.tiers.sessions import keys_of, namespace_of, need_arena, need_frames
 from kvtierd.tiers.workers import Workers
 
@@ -46,19 +48,20 @@ class Reads:
     def __init__(
         self,
         settings: Settings,
-        copies: Copies,
+        room: Room,
         onboarder: Onboarder,
         workers: Workers,
         clock: Clock,
     ) -> None:
-        self._copies = copies
+        self._room = room
+        self._copies = room.copies
         self._onboarder = onboarder
         self._workers = workers
         self._clock = clock
         self._limits: Leases = settings.leases
         self._message_bytes = settings.server.max_message_bytes
         self.leases: Register[Lease] = Register(settings.leases.max_leases)
-        self.prefetcher = Prefetcher(copies, onboarder, settings.kv_cache_config.prefetch_window)
+        self.prefetcher = Prefetcher(room.copies, onboarder, settings.kv_cache_config.prefetch_window)
 
     def lookup(self, session: Session, request: Lookup, frames: Frames) -> Answer:
         """Answer the common prefix of one or several namespaces."""
@@ -89,17 +92,18 @@ class Reads:
         need_arena(session)
         need_frames(frames, 1)
         entry = namespace_of(session, request.namespace)
-        rows = self._copies.blocks.find_prefix(keys_of(frames[0]), entry.number)
+        keys = keys_of(frames[0])
+        rows = self._copies.blocks.find_prefix(keys, entry.number)
         if not rows.size:
             return Answer(AcquireReply(id=0, lease=0, count=0), [b"", b""])
         sources = self._copies.blocks.residency(rows)
         cls = self._copies.host_class(entry)
         slots = self._copies.blocks.table.host_slot[rows]
         if request.verify or (slots < 0).any():
-            return self._acquire_slowly(session, request, entry, rows)
+            return self._acquire_slowly(session, request, entry, keys)
         self._copies.host.pool.hold(slots)
         self._copies.host.touch(cls, slots)
-        self.prefetcher.follow(session, entry, int(rows[-1]))
+        self.prefetcher.follow(session, entry, rows)
         return self._grant(session, request, cls, slots, sources)
 
     def release(self, session: Session, request: Release, frames: Frames) -> Answer:
@@ -115,13 +119,9 @@ class Reads:
         need_frames(frames, 1)
         entry = namespace_of(session, request.namespace)
         shape = entry.geometry
-        rows = self._copies.blocks.find_prefix(keys_of(frames[0]), entry.number)
-        rows = rows[: max(1, self._message_bytes // shape.block_bytes)]
-        if not rows.size:
-            return Answer(GetReply(id=0, count=0), [b""])
-        sources = self._copies.blocks.residency(rows)
         cls = self._copies.host_class(entry)
-        slots = await self._onboarder.hold_in_host(entry, rows)
+        limit = max(1, self._message_bytes // shape.block_bytes)
+        rows, sources, slots = await self._hold(entry, keys_of(frames[0]), limit)
         try:
             sums = self._copies.host.sums_of(cls, slots)
             payload = np.empty((slots.size, shape.block_bytes), np.uint8)
@@ -135,8 +135,7 @@ class Reads:
     def prefetch(self, session: Session, request: Prefetch, frames: Frames) -> Answer | Awaitable[Answer]:
         """Bring the leading run towards a tier, in the background unless the client waits."""
         need_frames(frames, 1)
-        entry = namespace_of(session, request.namespace)
-        rows = self._copies.blocks.find_prefix(keys_of(frames[0]), entry.number)
+        entry, keys = namespace_of(session, request.namespace), keys_of(frames[0])
         if request.tier == "nvme":
             raise RequestError(
                 ErrorCode.BAD_ARGUMENT, "prefetch towards nvme: blocks go there by themselves; use flush"
@@ -144,10 +143,10 @@ class Reads:
         if request.tier == "gpu" and self._copies.gpu is None:
             raise RequestError(ErrorCode.UNAVAILABLE, "there is no gpu tier: gpu.capacity is 0")
         bring = self._onboarder.raise_to_gpu if request.tier == "gpu" else self.prefetcher.to_host
-        work = functools.partial(bring, entry, rows)
         if request.wait:
-            return _counted(work())
-        self.prefetcher.start(session, work)
+            return self._bring(entry, keys, bring)
+        rows = self._copies.blocks.find_prefix(keys, entry.number)
+        self.prefetcher.start(session, rows, functools.partial(bring, entry, rows))
         return Answer(CountReply(id=0, count=rows.size))
 
     def end(self, lease: Lease) -> None:
@@ -167,13 +166,41 @@ class Reads:
         for lease in self.leases.of_session(session.id):
             self.end(lease)
 
-    async def _acquire_slowly(self, session: Session, request: Acquire, entry: NamespaceEntry, rows: Rows) -> Answer:
-        sources = self._copies.blocks.residency(rows)
+    async def _bring(self, entry: NamespaceEntry, keys: Keys, bring: Callable[..., Awaitable[int]]) -> Answer:
+        rows = self._copies.blocks.find_prefix(keys, entry.number)
+        self._copies.blocks.begin_move(rows)
+        try:
+            return Answer(CountReply(id=0, count=await bring(entry, rows)))
+        finally:
+            self._copies.blocks.end_move(rows)
+
+    async def _hold(self, entry: NamespaceEntry, keys: Keys, limit: int = MAX_BATCH) -> tuple[Rows, Masks, Slots]:
+        """Hold the leading run in host: (rows, where they were, slots of those that made it).
+
+        Rows are looked up here, in the same turn of the loop in which their slots are held: a row that was found
+        earlier could be another block's by now. While the arena is still being allocated it waits for memory.
+        """
+        while True:
+            rows = self._copies.blocks.find_prefix(keys, entry.number)[:limit]
+            sources, growing = self._copies.blocks.residency(rows), self._room.growing
+            self._copies.blocks.link(rows)
+            try:
+                slots = await self._onboarder.hold_in_host(entry, rows)
+            except RequestError:
+                if not growing:
+                    raise
+                slots = np.empty(0, np.int32)
+            if slots.size == rows.size or not growing:
+                return rows, sources, slots
+            self._copies.host.release(self._copies.host_class(entry), slots)
+            await self._room.next_chunk()
+
+    async def _acquire_slowly(self, session: Session, request: Acquire, entry: NamespaceEntry, keys: Keys) -> Answer:
         cls = self._copies.host_class(entry)
-        self._copies.blocks.link(rows)
-        # A task that begins after this request's own reads have been started: those behind it never go first.
-        self.prefetcher.follow(session, entry, int(rows[-1]))
-        slots = await self._onboarder.hold_in_host(entry, rows)
+        if (run := self._copies.blocks.find_prefix(keys, entry.number)).size:
+            # Starts a task, which begins after this request's own reads: those behind them never go first.
+            self.prefetcher.follow(session, entry, run)
+        rows, sources, slots = await self._hold(entry, keys)
         if request.verify:
             try:
                 good = await self._workers.run(lambda: self._check(entry, cls, slots))
@@ -238,7 +265,3 @@ class Reads:
         bad = rows[good : good + 1]
         if self._copies.blocks.table.host_slot[bad[0]] == slots[good]:
             self._copies.drop_host(self._copies.host_class(entry), bad)
-
-
-async def _counted(work: Awaitable[int]) -> Answer:
-    return Answer(CountReply(id=0, count=await work))

@@ -32,6 +32,7 @@ class Room:
         self._marks = {"host": host_mark, "gpu": gpu_mark}
         self._active: dict[tuple[str, int], bool] = {}
         self._growth: asyncio.Task[None] | None = None
+        self._chunk_added = asyncio.Event()
         self.memory_error = ""
         """Why the host tier has not got all of its memory; empty while all is well."""
 
@@ -69,6 +70,18 @@ class Room:
         """Give the host tier its memory, chunk by chunk, in the background."""
         if self._growth is None or self._growth.done():
             self._growth = asyncio.create_task(self._grow(), name="arena-growth")
+            self._growth.add_done_callback(lambda _: self._chunk_added.set())
+
+    @property
+    def growing(self) -> bool:
+        """Whether more memory is on its way."""
+        return self._growth is not None and not self._growth.done()
+
+    async def next_chunk(self) -> None:
+        """Wait for the next chunk, or the end of the growth."""
+        if self.growing:
+            self._chunk_added.clear()
+            await self._chunk_added.wait()
 
     async def grown(self) -> None:
         """Wait for the growth under way."""
@@ -118,6 +131,7 @@ class Room:
                 return
             self.memory_error = ""
             host.adopt(host.missing.pop(), chunk)
+            self._chunk_added.set()
 
     def _move_slab(self, cls: SlotClass) -> None:
         """Free a chunk of a better-off class; it comes back as new memory, since clients have mapped the old one."""

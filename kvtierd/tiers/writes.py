@@ -81,18 +81,9 @@ class Writes:
     def commit(self, session: Session, request: Commit, frames: Frames) -> Answer | Awaitable[Answer]:
         """Make reserved blocks visible; nothing changes when anything about the request is off."""
         need_frames(frames, 2)
-        reservation = self._reservation(session, request.reservation)
-        which = self._which(reservation, request.index)
-        sums = sums_of(frames[0], which.size, reservation.entry.geometry.layers, "layer sums")
-        totals = sums_of(frames[1], which.size, 1, "block sums")[:, 0]
-        for i in range(which.size):
-            if block_sum(sums[i]) != int(totals[i]):
-                raise RequestError(
-                    ErrorCode.CHECKSUM_MISMATCH, f"block {int(which[i])}: its layer sums do not hash to its block sum"
-                )
         if request.verify:
-            return self._commit_verified(reservation, which, sums.copy(), totals.copy())
-        return self._finish(reservation, which, sums, totals)
+            return self._commit_verified(session, request, frames)
+        return self._finish(*self._checked(session, request, frames))
 
     def abort(self, session: Session, request: Abort, frames: Frames) -> Answer:
         """Give a reservation back."""
@@ -212,9 +203,24 @@ class Writes:
             raise RequestError(ErrorCode.BAD_ARGUMENT, "a commit names a block twice")
         return places
 
-    async def _commit_verified(
-        self, reservation: Reservation, which: npt.NDArray[np.intp], sums: Sums, totals: Sums
-    ) -> Answer:
+    def _checked(
+        self, session: Session, request: Commit, frames: Frames
+    ) -> tuple[Reservation, npt.NDArray[np.intp], Sums, Sums]:
+        """What a Commit names: (reservation, places in it, layer sums, block sums). RequestError when it is off."""
+        reservation = self._reservation(session, request.reservation)
+        which = self._which(reservation, request.index)
+        sums = sums_of(frames[0], which.size, reservation.entry.geometry.layers, "layer sums")
+        totals = sums_of(frames[1], which.size, 1, "block sums")[:, 0]
+        for i in range(which.size):
+            if block_sum(sums[i]) != int(totals[i]):
+                raise RequestError(
+                    ErrorCode.CHECKSUM_MISMATCH, f"block {int(which[i])}: its layer sums do not hash to its block sum"
+                )
+        return reservation, which, sums, totals
+
+    async def _commit_verified(self, session: Session, request: Commit, frames: Frames) -> Answer:
+        # Looked up here and not in `commit`: another request could end the reservation before this task begins.
+        reservation, which, sums, totals = self._checked(session, request, frames)
         reservation.busy = True
         try:
             bad = await self._workers.run(lambda: self._first_bad(reservation, which, sums))
