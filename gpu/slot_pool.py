@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvtierd.core.checksum import Sums
 from kvtierd.core.units import PAGE_BYTES
+from kvtierd.index.bitmap import HierarchicalBitmap
 
 Slots = npt.NDArray[np.int32]
 NO_SLOT = -1
@@ -21,15 +22,15 @@ NO_SLOT = -1
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SlotClass:
-    """Slots of one size. `free` is a stack of slot numbers; `sums` holds the layer sums of each slot's block."""
+    """Slots of one size. `free` has a bit per free slot; `sums` holds the layer sums of each slot's block."""
 
     id: int
     slot_bytes: int
     layers: int
     tenant: str
     slots_per_slab: int
+    free: HierarchicalBitmap
     slabs: list[int] = dataclasses.field(default_factory=list)
-    free: Slots = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
     free_count: int = 0
     sums: Sums = dataclasses.field(default_factory=lambda: np.empty((0, 0), np.uint64))
 
@@ -69,7 +70,8 @@ class SlotPool:
         if known is None:
             per_slab = self.slab_bytes // slot_bytes
             assert per_slab > 0, "the caller checks that a block fits"
-            known = SlotClass(len(self.classes), slot_bytes, layers, tenant, per_slab)
+            free = HierarchicalBitmap(self.row.size)
+            known = SlotClass(len(self.classes), slot_bytes, layers, tenant, per_slab, free)
             self.classes.append(known)
             self._by_shape[shape] = known
         return known
@@ -88,13 +90,8 @@ class SlotPool:
                 grown[: cls.sums.shape[0]] = cls.sums
             cls.sums = grown
         first = slab * self.stride
-        # Highest first on the stack, so that slots are taken from the start of a slab.
-        fresh = np.arange(first + cls.slots_per_slab - 1, first - 1, -1, dtype=np.int32)
-        stack = np.empty(cls.total, np.int32)
-        stack[: cls.free_count] = cls.free[: cls.free_count]
-        stack[cls.free_count : cls.free_count + fresh.size] = fresh
-        cls.free = stack
-        cls.free_count += fresh.size
+        cls.free.set_range(first, first + cls.slots_per_slab)
+        cls.free_count += cls.slots_per_slab
 
     def remove_slab(self, slab: int) -> None:
         """Take an empty slab from its class; every slot of it must be free and unheld."""
@@ -102,11 +99,10 @@ class SlotPool:
         slots = self.slots_of(slab)
         assert (self.row[slots] == NO_SLOT).all(), f"slab {slab} has blocks"
         assert not self.holds[slots].any(), f"slab {slab} is held"
-        stack = cls.free[: cls.free_count]
-        keep = stack[stack // self.stride != slab]
-        assert stack.size - keep.size == cls.slots_per_slab, f"slab {slab} has reserved slots"
-        cls.free[: keep.size] = keep
-        cls.free_count = keep.size
+        first, end = int(slots[0]), int(slots[-1]) + 1
+        assert cls.free.count(first, end) == slots.size, f"slab {slab} has reserved slots"
+        cls.free.clear_range(first, end)
+        cls.free_count -= slots.size
         cls.slabs.remove(slab)
         self._slab_class[slab] = -1
 
@@ -116,18 +112,18 @@ class SlotPool:
         return np.arange(slab * self.stride, slab * self.stride + cls.slots_per_slab, dtype=np.int32)
 
     def take(self, cls: SlotClass, count: int) -> Slots:
-        """Take up to `count` free slots of a class; fewer when there are fewer."""
-        count = min(count, cls.free_count)
-        cls.free_count -= count
-        return cls.free[cls.free_count : cls.free_count + count][::-1].copy()
+        """Take up to `count` free slots of a class; neighbours where there is a run, fewer when there are fewer."""
+        slots = cls.free.take(min(count, cls.free_count)).astype(np.int32)
+        cls.free_count -= slots.size
+        return slots
 
     def give(self, cls: SlotClass, slots: Slots) -> None:
         """Put slots back; they must be unheld."""
         assert not self.holds[slots].any(), "a held slot cannot be freed"
-        assert cls.free_count + slots.size <= cls.total, "a slot was freed twice"
+        freed = cls.free.set(slots.astype(np.int64))
+        assert freed == slots.size, "a slot was freed twice"
         self.row[slots] = NO_SLOT
-        cls.free[cls.free_count : cls.free_count + slots.size] = slots[::-1]
-        cls.free_count += slots.size
+        cls.free_count += freed
 
     def hold(self, slots: Slots) -> None:
         """Keep slots from changing hands once more; a slot may be named several times."""

@@ -162,6 +162,23 @@ def _run_from(words: Words, nodes: Nodes, levels: Levels, start: int) -> Word:
     return position - start
 
 
+@compiled(types.int64(WORDS, NODES, LEVELS, _POSITIONS))
+def _choose(words: Words, nodes: Nodes, levels: Levels, out: Positions) -> Word:
+    """Name up to `out.size` set positions: neighbours where a run is long enough, else the first ones there are."""
+    taken: Word = np.int64(0)
+    position: Word = _find_run(words, nodes, levels, out.size, 0)
+    while taken < out.size:
+        position = _find_run(words, nodes, levels, 1, max(position, 0))
+        if position < 0:
+            break
+        run = min(_run_from(words, nodes, levels, position), out.size - taken)
+        for index in range(run):
+            out[taken + index] = position + index
+        taken += run
+        position += run
+    return taken
+
+
 class HierarchicalBitmap:
     """A bit for each of 0..capacity-1, all clear at first, or all set with `filled`.
 
@@ -199,6 +216,14 @@ class HierarchicalBitmap:
     def clear_range(self, begin: int, end: int) -> None:
         """Clear positions begin..end-1."""
         self._write_range(begin, end, value=False)
+
+    def take(self, count: int) -> Positions:
+        """Clear up to `count` set positions and return them in order: neighbours if a run is long enough."""
+        out = np.empty(max(0, count), np.int64)
+        if count > 0:
+            out = out[: _choose(self._words, self._nodes, self._levels, out)]
+            self._write(out, value=False)
+        return out
 
     def test(self, positions: Positions) -> npt.NDArray[np.bool_]:
         """Which of the positions ([n]) are set."""

@@ -188,8 +188,8 @@ class Rig:
             assert (tier.pool.holds >= 0).all(), "holds went negative"
             for cls in tier.pool.classes:
                 mine = np.concatenate([tier.pool.slots_of(slab) for slab in cls.slabs] or [np.empty(0, np.int32)])
-                free = np.sort(cls.free[: cls.free_count])
-                assert np.unique(free).size == free.size, "a slot is free twice"
+                free = mine[cls.free.test(mine)]
+                assert free.size == cls.free_count == cls.free.count(), "free slots are counted wrong"
                 busy = np.setdiff1d(mine, free)
                 assert (tier.pool.row[free] == -1).all(), "a free slot has a row"
                 assert (tier.pool.row[busy] != -1).all(), "a slot is neither free nor used"
