@@ -64,6 +64,8 @@ async def compose(settings: Settings, places: Places) -> AsyncIterator[Daemon]:
         manager.reports.append(reporter(server, events))
         parts.push_async_callback(server.close)
         await server.start(replace_stale=True)
+        if server.arena is not None:
+            manager.on_chunk_gone(server.arena.chunk_gone)
         yield Daemon(manager, server)
 
 

@@ -150,7 +150,7 @@ class Copies:
         bare = rows[flags & (RESIDENT | GONE) == 0]
         if bare.size:
             if self.events is not None:
-                self.events.removed([key.tobytes() for key in self.blocks.table.key[bare]], "kvtierd")
+                self.events.removed([key.tobytes() for key in self.blocks.table.key[bare]], "host")
             self.blocks.drop(bare)
 
     def _bury(self, entry: NamespaceEntry, rows: Rows) -> None:

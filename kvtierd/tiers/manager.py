@@ -93,6 +93,10 @@ class TierManager:
         await self._room.next_chunk()
         self._ticker = asyncio.create_task(self._tick(), name="tier-ticker")
 
+    def on_chunk_gone(self, callback: Callable[[int], None]) -> None:
+        """Set who is told the number of a chunk that leaves the arena."""
+        self._room.chunk_gone = callback
+
     async def failed(self) -> BaseException:
         """Return the bug that stopped the ticker: without it leases never end, so the process has to."""
         assert self._ticker is not None, "start comes first"

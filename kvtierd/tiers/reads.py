@@ -130,7 +130,8 @@ class Reads:
             self._copies.host.release(cls, slots)
         self._drop_bad(entry, rows, slots, good)
         frames_out = [sums[:good].tobytes(), *(payload[i].data for i in range(good))]
-        return Answer(GetReply(id=0, count=good, tiers=sources[:good].tobytes()), frames_out)
+        # The payload is this answer's own and never changes: ZeroMQ may send it from where it lies.
+        return Answer(GetReply(id=0, count=good, tiers=sources[:good].tobytes()), frames_out, on_sent=lambda: None)
 
     def prefetch(self, session: Session, request: Prefetch, frames: Frames) -> Answer | Awaitable[Answer]:
         """Bring the leading run towards a tier, in the background unless the client waits."""

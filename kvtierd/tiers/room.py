@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+from collections.abc import Callable
 
 import numpy as np
 
@@ -33,6 +34,8 @@ class Room:
         self._active: dict[tuple[str, int], bool] = {}
         self._growth: asyncio.Task[None] | None = None
         self._chunk_added = asyncio.Event()
+        self.chunk_gone: Callable[[int], None] = lambda _number: None
+        """Told when a chunk leaves the arena, so that clients unmap it."""
         self.memory_error = ""
         """Why the host tier has not got all of its memory; empty while all is well."""
 
@@ -145,7 +148,9 @@ class Room:
         slots = host.pool.slots_of(slab)
         self.copies.evict_host(donor, slots[host.pool.row[slots] >= 0])
         host.pool.remove_slab(slab)
-        host.drop(slab).close()
+        chunk = host.drop(slab)
+        self.chunk_gone(chunk.number)
+        chunk.close()
         self.copies.counters["host_chunks_moved"] += 1
         self.grow()
 

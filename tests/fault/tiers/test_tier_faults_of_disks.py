@@ -9,7 +9,7 @@ import pytest
 from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.protocol import messages as m
 from kvtierd.testing.memory_store import MemoryStore
-from kvtierd.testing.rig import SHAPE, Rig, make_keys
+from kvtierd.testing.rig import SHAPE, Rig, make_keys, pattern
 
 PER_CHUNK = (1 << 20) // SHAPE.slot_bytes
 
@@ -224,3 +224,23 @@ def test_an_extent_that_the_store_recycles_is_no_copy_any_more():
         assert await rig.lookup(session, ns, keys) == 2
 
     run(scenario, store=store)
+
+
+def test_a_gpu_copy_that_goes_while_it_is_wanted_is_still_read_or_a_miss():
+    async def scenario(rig, session, ns):
+        keys = make_keys(6)
+        await rig.store(session, ns, keys)
+        await rig.call(session, m.Flush(id=1))
+        await rig.call(session, m.Prefetch(id=1, namespace=ns, tier="gpu", wait=True), keys.tobytes())
+        await rig.call(session, m.Purge(id=1, namespace=ns, tiers=["host"]))
+        reading = asyncio.create_task(rig.acquire(session, ns, keys))
+        await asyncio.sleep(0)
+        copies = rig.manager.copies
+        copies.drop_gpu(copies.gpu_class(copies.namespaces[0]), copies.blocks.find(keys, 0))
+        reply, descriptors = await reading
+        assert reply.count == 6
+        for key, descriptor in zip(keys, descriptors, strict=True):
+            assert (rig.read(descriptor) == pattern(key, SHAPE)).all()
+        await rig.release(session, reply)
+
+    run(scenario, store=MemoryStore())
