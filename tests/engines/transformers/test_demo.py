@@ -8,12 +8,18 @@ from pathlib import Path
 import pytest
 
 from kvtierd.bench.rows import as_json
+from kvtierd.connectors import demo_rig
 from kvtierd.connectors.demo import bench_rows, run_demo
 from kvtierd.connectors.demo_table import as_table, bench_row
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 
-TOKENS = 600  # 4 blocks of 128, and 88 tokens to compute
+TOKENS = 520  # 4 blocks of 128, and 8 tokens to compute
+
+
+@pytest.fixture(autouse=True)
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_rig, "NEW_TOKENS", 4)
 
 
 def test_every_tier_serves_before_and_after_a_restart(tmp_path: Path) -> None:
@@ -31,7 +37,7 @@ def test_every_tier_serves_before_and_after_a_restart(tmp_path: Path) -> None:
     assert all(line.ok for line in lines), as_table(lines)
     assert all(line.sources == {line.tier: 4} and line.tokens_found == 512 for line in lines[1:])
     assert list(tmp_path.iterdir()) == []
-    assert any("cold prefill of 600 tokens" in step for step in steps)
+    assert any("cold prefill of 520 tokens" in step for step in steps)
     fields = {"bench", "metric", "value", "unit", "reference", "reference_name", "ratio", "goal", "ok"}
     assert set(json.loads(as_json(bench_row(lines[2])))) == fields
 
