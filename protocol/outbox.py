@@ -26,7 +26,7 @@ POLL_S, POLL_MAX_S = 0.001, 0.064
 less often while their client does not read."""
 
 _NOTHING = encode(OkReply(id=0))
-_MORE = zmq.NOBLOCK | zmq.SNDMORE
+_LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 @dataclasses.dataclass(slots=True)
@@ -71,7 +71,7 @@ class Outbox:
             self._send(header, _MORE)
             self._send_frames(frames, answer, peer)
         else:
-            self._send(header, zmq.NOBLOCK)
+            self._send(header, _LAST)
             _done(answer)
         self._counters["sent_bytes_total"] += len(header)
         self._after_send()
@@ -93,7 +93,7 @@ class Outbox:
         keep = answer.on_sent is not None
         last = len(frames) - 1
         for position, frame in enumerate(frames):
-            flags = zmq.NOBLOCK if position == last else _MORE
+            flags = _LAST if position == last else _MORE
             nbytes = frame.nbytes
             total += nbytes
             if nbytes < ZERO_COPY_BYTES:
