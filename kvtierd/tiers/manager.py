@@ -98,10 +98,12 @@ class TierManager:
         self._room.chunk_gone = callback
 
     async def failed(self) -> BaseException:
-        """Return the bug that stopped the ticker: without it leases never end, so the process has to."""
-        assert self._ticker is not None, "start comes first"
-        await asyncio.wait([self._ticker])
-        return self._ticker.exception() or AssertionError("the ticker ended")
+        """Return the bug that stopped the ticker or the write-behind: without them the process must not go on."""
+        vital = [self._ticker, self._write_behind.running if self._write_behind else None]
+        tasks = [task for task in vital if task is not None]
+        assert tasks, "start comes first"
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().exception() or AssertionError("a task that never ends has ended")
 
     async def memory_ready(self) -> None:
         """Wait until the host tier has its memory, or could not get it."""

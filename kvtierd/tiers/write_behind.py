@@ -1,7 +1,8 @@
 """Offload to nvme behind the client's back: bounded, in commit order, never in anybody's way.
 
 A committed block is queued with its host slot held, so that it is not evicted before it is written. When more than
-the allowed bytes wait, new blocks stay in host only and are counted: a slow disk costs copies on disk, never a stall.
+the allowed bytes wait, new blocks are deferred: they are in host only, may be evicted, and are queued as soon as there
+is room if they are still there. A slow disk costs copies on disk, never a stall.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ _log = logging.getLogger(__name__)
 
 BATCH_BYTES = 16 << 20
 """Bytes handed to the store at once: long sequential writes, and short enough that reads come between."""
+
+DEFERRED_MAX = 4096
+"""Batches that wait for room in the queue; beyond it the oldest are given up, and stay in host only."""
 
 BATCHES_INFLIGHT = 3
 """One being written, one being checked, one being planned."""
@@ -50,36 +54,71 @@ class WriteBehind:
         self._store = store
         self._limit_bytes = limit_bytes
         self._queue: collections.deque[_Batch] = collections.deque()
+        self._deferred: collections.deque[_Batch] = collections.deque()
         self.waiting_bytes = 0
         self._next_number = 1
         self._unfinished: set[int] = set()
         self._wake = asyncio.Event()
         self._moved = asyncio.Condition()
-        self._running: asyncio.Task[None] | None = None
+        self.running: asyncio.Task[None] | None = None
+        """Ends only by `close`, or by a bug."""
         self._inflight: set[asyncio.Task[None]] = set()
-        self.paused = False
 
     def start(self) -> None:
         """Begin to write."""
-        self._running = asyncio.create_task(self._run(), name="write-behind")
+        self.running = asyncio.create_task(self._run(), name="write-behind")
 
     def add(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, slots: Slots) -> None:
-        """Queue freshly committed blocks, in prefix order; those over the limit are left out and counted."""
+        """Queue freshly committed blocks, in prefix order; those over the limit are deferred."""
         block = entry.geometry.slot_bytes
-        fits = min(rows.size, max(0, (self._limit_bytes - self.waiting_bytes) // block))
-        self._copies.counters["offload_dropped_blocks"] += int(rows.size - fits)
-        step = max(1, BATCH_BYTES // block)
-        for begin in range(0, fits, step):
-            end = min(begin + step, fits)
-            batch = _Batch(entry, cls, rows[begin:end], slots[begin:end], self._next_number)
+        step = max(1, min(BATCH_BYTES, self._limit_bytes // 4) // block)
+        for begin in range(0, rows.size, step):
+            batch = _Batch(entry, cls, rows[begin : begin + step], slots[begin : begin + step], self._next_number)
             self._next_number += 1
             self._unfinished.add(batch.number)
-            self._copies.host.pool.hold(batch.slots)
+            # Until the batch is finished or given up its rows must not become other blocks'.
             self._copies.blocks.begin_move(batch.rows)
-            self._queue.append(batch)
-            self.waiting_bytes += batch.size_bytes
-        if fits:
-            self._wake.set()
+            if not self._deferred and self._fits(batch):
+                self._enqueue(batch)
+            else:
+                self._defer(batch)
+
+    def _fits(self, batch: _Batch) -> bool:
+        """A queue that is empty takes any batch, or a block larger than the limit would wait for ever."""
+        return not self.waiting_bytes or self.waiting_bytes + batch.size_bytes <= self._limit_bytes
+
+    def _enqueue(self, batch: _Batch) -> None:
+        self._copies.host.pool.hold(batch.slots)
+        self._queue.append(batch)
+        self.waiting_bytes += batch.size_bytes
+        self._wake.set()
+
+    def _defer(self, batch: _Batch) -> None:
+        self._copies.counters["offload_deferred_blocks"] += batch.rows.size
+        self._deferred.append(batch)
+        while len(self._deferred) > DEFERRED_MAX:
+            oldest = self._deferred.popleft()
+            self._give_up(oldest, oldest.rows.size)
+
+    def _give_up(self, batch: _Batch, dropped: int) -> None:
+        self._copies.counters["offload_dropped_blocks"] += dropped
+        self._copies.blocks.end_move(batch.rows)
+        self._unfinished.discard(batch.number)
+
+    def _readmit(self) -> None:
+        """Queue deferred blocks that fit now and are still in host and nowhere on disk."""
+        table = self._copies.blocks.table
+        while self._deferred and self._fits(self._deferred[0]):
+            batch = self._deferred.popleft()
+            slots = table.host_slot[batch.rows]
+            kept = (slots >= 0) & (table.segment[batch.rows] < 0) & self._copies.blocks.live(batch.rows)
+            gone = batch.rows[~kept]
+            if not kept.any():
+                self._give_up(batch, gone.size)
+                continue
+            self._copies.counters["offload_dropped_blocks"] += gone.size
+            self._copies.blocks.end_move(gone)
+            self._enqueue(_Batch(batch.entry, batch.cls, batch.rows[kept], slots[kept], batch.number))
 
     async def flush(self) -> None:
         """Return when everything queued before the call is on stable storage, deletes included. Raises StorageError."""
@@ -91,11 +130,14 @@ class WriteBehind:
 
     async def close(self) -> None:
         """Stop: what is still queued stays in host only."""
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, *self._inflight, return_exceptions=True)
+        if self.running is not None:
+            self.running.cancel()
+            await asyncio.gather(self.running, *self._inflight, return_exceptions=True)
         while self._queue:
             await self._finish(self._queue.popleft(), [])
+        while self._deferred:
+            batch = self._deferred.popleft()
+            self._give_up(batch, batch.rows.size)
 
     async def _run(self) -> None:
         while True:
@@ -106,9 +148,15 @@ class WriteBehind:
                 batch = self._merge_small(self._queue.popleft())
                 task = asyncio.create_task(self._write(batch))
                 self._inflight.add(task)
-                task.add_done_callback(self._inflight.discard)
+                task.add_done_callback(self._ended)
                 while len(self._inflight) >= BATCHES_INFLIGHT:
                     await asyncio.wait(self._inflight, return_when=asyncio.FIRST_COMPLETED)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._inflight.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # The batch was finished as not written; the bug must not be lost with the task.
+            _log.error("a write to nvme ended with a bug", exc_info=error)
 
     def _merge_small(self, batch: _Batch) -> _Batch:
         """Join following batches of the same namespace, so that single stores become long writes."""
@@ -167,6 +215,7 @@ class WriteBehind:
         copies.host.release(batch.cls, batch.slots)
         self.waiting_bytes -= batch.size_bytes
         self._unfinished.discard(batch.number)
+        self._readmit()
         async with self._moved:
             self._moved.notify_all()
 

@@ -198,12 +198,31 @@ def test_case_22_a_disk_that_stands_still_costs_copies_on_disk_and_nothing_else(
         store.stall.clear()
         for start in range(12):
             assert await rig.store(session, ns, make_keys(10, start=start)) == 10
-        assert rig.manager.copies.counters["offload_dropped_blocks"] > 0
+        assert rig.manager.copies.counters["offload_deferred_blocks"] > 0
         assert rig.manager.stats()["write_queue_bytes"] <= rig.settings.nvme.write_queue_bytes
         reply, _ = await rig.acquire(session, ns, make_keys(10, start=11))
         assert reply.count == 10
         await rig.release(session, reply)
         store.stall.set()
+        # What was deferred reaches the disk when it can, if it is still there.
+        await rig.call(session, m.Flush(id=1))
+        assert len(store.blocks) == 120
+
+    run(scenario, store=store)
+
+
+def test_deferred_blocks_that_were_evicted_meanwhile_are_counted_as_dropped():
+    store = MemoryStore()
+
+    async def scenario(rig, session, ns):
+        store.stall.clear()
+        for start in range(30):
+            await rig.store(session, ns, make_keys(10, start=start))
+        store.stall.set()
+        await rig.call(session, m.Flush(id=1))
+        counters = rig.manager.copies.counters
+        assert counters["offload_dropped_blocks"] > 0
+        assert counters["offload_dropped_blocks"] + len(store.blocks) == 300
 
     run(scenario, store=store)
 
