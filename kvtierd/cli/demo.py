@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import signal
 import sys
 import time
 from pathlib import Path
@@ -32,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
 
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         raise CommandError(Failure.UNAVAILABLE, f"the demo wants {' and '.join(missing)}: {INSTALL}")
+    # A SIGTERM unwinds too: the daemon is stopped and the temporary folder removed.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     progress("importing torch and transformers")
     from kvtierd.connectors.demo import run_demo  # takes seconds, and is wanted by no other command
 
