@@ -20,4 +20,4 @@ def rows(options: Options) -> Iterator[Row]:
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         raise BenchError(f"the demo needs {' and '.join(missing)}: pip install 'kvtierd[demo]'")
     demo = importlib.import_module("kvtierd.connectors.demo")  # wants torch: only now
-    yield from demo.bench_rows(quick=options.quick)
+    yield from demo.bench_rows(quick=options.quick, directory=options.directory)

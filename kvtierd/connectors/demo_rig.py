@@ -115,7 +115,7 @@ class DemoRig:
                 Client(self.daemon.endpoint, timeout_s=TIMEOUT_S, transfer_timeout_s=TRANSFER_S)
             )
             self.store = PrefixStore(self.client, self.model, block_size=BLOCK_SIZE)
-            self._await_arena()
+            self._await_daemon()
             self._progress(f"its nvme tier reads and writes with {self.client.stats()['nvme_mode']}")
             self._cleanup = stack.pop_all()
         return self
@@ -155,20 +155,19 @@ class DemoRig:
         self.store.drop(others[tier])
 
     def restart(self) -> None:
-        """Stop the daemon cleanly, start it again on the same folders, and wait until it can serve."""
+        """Stop the daemon cleanly, start it again on the same folders, and wait until the client is back."""
         self.daemon.restart()
-        self._await_arena()
+        self._await_daemon()
 
-    def _await_arena(self) -> None:
-        """The daemon makes its arena after it is ready; until that is there, reads and stores are refused as busy."""
+    def _await_daemon(self) -> None:
         give_up_s = time.monotonic() + READY_S
-        ready_bytes = -1
-        while ready_bytes < HOST_BYTES:
-            if time.monotonic() > give_up_s:
-                raise Unavailable(f"the daemon's arena was not made in {READY_S} s{self.daemon.logs()[-500:]}")
-            time.sleep(0.02)
+        while True:
             with contextlib.suppress(Unavailable):  # the client connects anew by itself
-                ready_bytes = self.client.stats()["host_ready_bytes"]
+                self.client.ping()
+                return
+            if time.monotonic() > give_up_s:
+                raise Unavailable(f"the daemon did not answer within {READY_S} s{self.daemon.logs()[-500:]}")
+            time.sleep(0.02)
 
     def _generate(self, cache: Any, begin_s: float) -> tuple[Generation, torch.Tensor]:
         first = FirstToken()

@@ -86,6 +86,15 @@ class Room:
             self._chunk_added.clear()
             await self._chunk_added.wait()
 
+    def lacks_memory(self, cls: SlotClass, count: int) -> bool:
+        """Whether `count` free slots are not there yet and memory is on its way."""
+        return self.growing and cls.free_count + len(self.copies.host.spare) * cls.slots_per_slab < count
+
+    async def memory_for(self, cls: SlotClass, count: int) -> None:
+        """Wait until there are `count` free slots, or all memory is there."""
+        while self.lacks_memory(cls, count):
+            await self.next_chunk()
+
     async def grown(self) -> None:
         """Wait for the growth under way."""
         if self._growth is not None:

@@ -56,12 +56,21 @@ class Writes:
         self.reservations: Register[Reservation] = Register(settings.leases.max_leases)
         self.closed = False
 
-    def reserve(self, session: Session, request: Reserve, frames: Frames) -> Answer:
-        """Grant host slots for the keys that are not there."""
+    def reserve(self, session: Session, request: Reserve, frames: Frames) -> Answer | Awaitable[Answer]:
+        """Grant host slots for the keys that are not there; just after a start it waits for the arena's memory."""
         need_arena(session)
         need_frames(frames, 1)
         entry = namespace_of(session, request.namespace)
         keys = keys_of(frames[0])
+        if self._room.lacks_memory(self._copies.host_class(entry), len(keys)):
+            return self._reserve_later(session, entry, keys)
+        return self._granted(session, entry, keys)
+
+    async def _reserve_later(self, session: Session, entry: NamespaceEntry, keys: Keys) -> Answer:
+        await self._room.memory_for(self._copies.host_class(entry), len(keys))
+        return self._granted(session, entry, keys)
+
+    def _granted(self, session: Session, entry: NamespaceEntry, keys: Keys) -> Answer:
         reservation, status = self._reserve(session.id, entry, keys)
         descriptors = empty_descriptors(len(keys))
         descriptors["status"] = status
@@ -108,6 +117,7 @@ class Writes:
                     ErrorCode.GEOMETRY_MISMATCH,
                     f"block {i} has {payload.nbytes} bytes; this namespace's blocks have {entry.geometry.block_bytes}",
                 )
+        await self._room.memory_for(self._copies.host_class(entry), len(keys))
         reservation, status = self._reserve(session.id, entry, keys)
         existed, refused = int((status == SLOT_EXISTS).sum()), int((status == SLOT_BUSY).sum())
         retry = RETRY_MS if refused else 0
