@@ -169,6 +169,14 @@ class Bits(RuleBasedStateMachine):
         fits = begins[lengths >= length]
         assert self.bits.find_run(length, start) == (fits[0] if fits.size else -1)
 
+    @rule(count=st.sampled_from([0, 1, 2, 31, 32, 64, 65, 400, 513, 2000, BITS + 1]))
+    def take(self, count):
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], self.model.astype(int), [0]])))
+        fits = edges[::2][edges[1::2] - edges[::2] >= max(1, count)]
+        wanted = np.arange(fits[0], fits[0] + count) if fits.size else np.flatnonzero(self.model)[:count]
+        assert self.bits.take(count).tolist() == wanted.tolist()
+        self.model[wanted] = False
+
     @invariant()
     def bits_agree(self):
         assert self.bits.count() == self.model.sum()

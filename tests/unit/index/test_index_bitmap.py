@@ -61,6 +61,17 @@ def test_slots_next_to_each_other_can_be_taken_and_given_back():
     assert free.count() == 500
 
 
+def test_taking_prefers_a_run_and_is_content_with_what_there_is():
+    bits = HierarchicalBitmap(5000)
+    bits.set(at(3, 9, 4500))
+    bits.set_range(700, 740)
+    assert bits.take(40).tolist() == list(range(700, 740))
+    assert bits.take(2).tolist() == [3, 9]
+    assert bits.take(0).tolist() == bits.take(-1).tolist() == []
+    assert bits.take(10).tolist() == [4500]
+    assert bits.count() == 0
+
+
 @pytest.mark.parametrize("position", [-1, 100, 1 << 40])
 def test_a_position_outside_changes_nothing(position):
     bits = HierarchicalBitmap(100)

@@ -42,7 +42,7 @@ def test_columns_do_not_overlap():
         getattr(blocks, name)[1] = value
     blocks.key[1] = 0xAB
     for name, value in values.items():
-        untouched = -1 if name in {"host_slot", "gpu_slot", "segment"} else 0
+        untouched = -1 if name in {"host_slot", "gpu_slot", "segment", "next_row"} else 0
         assert getattr(blocks, name).tolist() == [untouched, value, untouched]
     assert blocks.key[:, 0].tolist() == [0, 0xAB, 0]
 
