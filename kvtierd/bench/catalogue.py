@@ -12,6 +12,7 @@ BENCHES: dict[str, str] = {
     "protocol": "lookups of 32 keys against a bare pyzmq asyncio echo",
     "host": "2 MiB blocks through the arena against plain copies",
     "nvme": "2 MiB blocks offloaded and onboarded against fio",
+    "prefetch": "a cold sequential read with the prefetch window against one without",
     "start": "spawn to ready, and resident memory",
     "demo": "time to first token of a real model against its cold prefill (wants the extra `demo`)",
 }
