@@ -17,6 +17,8 @@ from kvtierd.index.layout import (
     BUCKETS_MAX,
     COUNT,
     ENTRIES_AT,
+    GREW_AT_BUCKETS,
+    GREW_AT_COUNT,
     GROWING,
     MASK,
     SLOTS,
@@ -35,9 +37,9 @@ U64 = np.uint64
 
 LOAD_OF = 20
 LOAD_FULL = 19
-"""Growth begins when more than 19 of 20 slots are taken..."""
+"""Growth begins when 19 of 20 slots are taken..."""
 LOAD_EASY = 17
-"""...and goes on until 17 of 20 are: growing all the time at the brim took three times as long for each key."""
+"""...and goes on until fewer than 17 of 20 are: growing all the time at the brim took three times as long a key."""
 LOAD_AT_CAPACITY = 18
 """A table for as many blocks as its block table holds ends at 18 of 20: it lives there, with deletions as frequent as
 insertions, and an insertion costs half of one at 95%."""
@@ -88,8 +90,8 @@ def _split(table: Words, records: Words) -> None:
 
 @helper
 def _over(table: Words, share: int) -> bool:
-    """Whether more than `share` of LOAD_OF slots would be taken with one more entry."""
-    return bool((table[0, COUNT] + U64(1)) * U64(LOAD_OF) > table[0, BUCKETS] * U64(SLOTS * share))
+    """Whether `share` of LOAD_OF slots are taken."""
+    return bool(table[0, COUNT] * U64(LOAD_OF) >= table[0, BUCKETS] * U64(SLOTS * share))
 
 
 @subroutine
@@ -105,8 +107,9 @@ def split_some(table: Words, records: Words, wanted: Word) -> Word:
 @helper
 def grow(table: Words, records: Words) -> None:
     """Do one key's share of the growth that is due."""
-    if _over(table, LOAD_FULL):
+    if table[0, GROWING] == U64(0) and _over(table, LOAD_FULL):
         table[0, GROWING] = U64(1)
+        table[3, GREW_AT_COUNT], table[3, GREW_AT_BUCKETS] = table[0, COUNT], table[0, BUCKETS]
     if table[0, GROWING]:
         split = split_some(table, records, SPLITS_TO_GROW)
         if split < SPLITS_TO_GROW or not _over(table, LOAD_EASY):

@@ -6,6 +6,7 @@ one argument (each costs a call about 50 ns):
     line 0      secret, number of buckets, counts       (read by every lookup)
     line 1      counters for the metrics
     line 2      the stash: one more bucket, for entries that found no place
+    line 3      how full the table was when growth last began
     lines 4..   scratch of the running call: hashes, candidates, nodes of a search, entries of a bucket
     the rest    buckets
 
@@ -33,6 +34,9 @@ SLOTS = 8
 K0, K1, BUCKETS, MASK, COUNT, STASHED, BUCKETS_MAX, GROWING = range(8)
 # Words of line 1.
 LOOKUPS, TOUCHED, TOUCHED_MAX, STASH_PROBES, DISPLACED, SPLITS, REFUSED, SEARCHED_MAX = range(8)
+
+# Words of line 3.
+GREW_AT_COUNT, GREW_AT_BUCKETS = range(2)
 
 STASH_AT = 2 * LINE_BYTES
 CHUNK = 64

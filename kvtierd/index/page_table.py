@@ -17,6 +17,8 @@ from kvtierd.index.layout import (
     BUCKETS_MAX,
     COUNT,
     DISPLACED,
+    GREW_AT_BUCKETS,
+    GREW_AT_COUNT,
     HEADER_LINES,
     K0,
     K1,
@@ -114,11 +116,12 @@ class PageTable:
 
     def stats(self) -> dict[str, int | float]:
         """Gauges and counters by name."""
-        head, counters = self._table[0].tolist(), self._table[1].tolist()
+        head, counters, grew = self._table[0].tolist(), self._table[1].tolist(), self._table[3].tolist()
         return {
             "blocks": head[COUNT],
             "buckets": head[BUCKETS],
             "load": head[COUNT] / (head[BUCKETS] * SLOTS),
+            "load_before_growth": grew[GREW_AT_COUNT] / max(1, grew[GREW_AT_BUCKETS] * SLOTS),
             "stashed": head[STASHED],
             "lookups": counters[LOOKUPS],
             "buckets_touched_mean": counters[TOUCHED] / max(1, counters[LOOKUPS]),

@@ -143,7 +143,7 @@ def growth(start: int, end: int, batch: int = 32, replays: int = 3) -> Growth:
         pause_ms=float(wall_ns.max()) / 1e6,
         pause_cpu_ms=float(cpu_ns.max()) / 1e6,
         pause_once_ms=max(float(run[0][:, 0].max()) for run in runs) / 1e6,
-        load_before_growth=stats["load_before_growth"],
+        load_before_growth=float(stats["load_before_growth"]),
         searched_max=int(stats["searched_max"]),
         stashed_max=int(stats["stashed_max"]),
         refused=int(stats["refused"]),
@@ -152,9 +152,9 @@ def growth(start: int, end: int, batch: int = 32, replays: int = 3) -> Growth:
 
 def _grow(keys: Keys, start: int, batch: int) -> tuple[npt.NDArray[np.int64], dict[str, int | float]]:
     """One replay: nanoseconds of each step by wall and by processor ([steps, 2]), and the table's counters with the
-    extremes on the way."""
+    fullest stash on the way."""
     blocks, pages = filled(keys[:start], capacity=2 * len(keys), secret=b"growth, replayed")
-    step_ns, load, stashed, before = [], 0.0, 0, pages.stats()
+    step_ns, stashed = [], 0
     for at in range(start, len(keys), batch):
         added = keys[at : at + batch]
         begin, cpu = time.perf_counter_ns(), time.thread_time_ns()
@@ -163,8 +163,5 @@ def _grow(keys: Keys, start: int, batch: int) -> tuple[npt.NDArray[np.int64], di
         pages.insert(rows)
         cpu = time.thread_time_ns() - cpu
         step_ns.append((time.perf_counter_ns() - begin, cpu))
-        after = pages.stats()
-        if after["splits"] > before["splits"]:
-            load = max(load, before["load"])
-        stashed, before = max(stashed, int(after["stashed"])), after
-    return np.array(step_ns), {**before, "load_before_growth": load, "stashed_max": stashed}
+        stashed = max(stashed, int(pages.stats()["stashed"]))
+    return np.array(step_ns), {**pages.stats(), "stashed_max": stashed}

@@ -125,16 +125,17 @@ def test_growth_begins_at_95_percent_and_is_spread_over_insertions(random_keys):
     blocks = BlockTable(20_000)
     pages = PageTable(blocks)
     rows = fill(blocks, random_keys(20_000))
-    highest, splits = 0.0, 0
+    splits = 0
     for row in rows[:, None]:
         before = pages.stats()
         pages.insert(row)
         after = pages.stats()
         assert after["splits"] - before["splits"] <= 2 + 4 * (before["stashed"] == 8)
         if after["splits"] > before["splits"] and not splits:
-            highest = max(highest, before["load"])
+            assert 0.95 <= before["load"] < 0.95 + 1 / (8 * before["buckets"])
+            assert after["load_before_growth"] == before["load"]
         splits = after["splits"] - before["splits"]
-    assert 0.94 <= highest <= 0.951
+    assert pages.stats()["load_before_growth"] >= 0.95
 
 
 def test_a_table_as_full_as_its_block_table_refuses_nothing(random_keys):
