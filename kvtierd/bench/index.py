@@ -1,0 +1,121 @@
+"""`kvtierctl bench index`: the page table by itself, and what it takes in memory.
+
+What is compared: lookups of 4,096 keys a call in a table 95% full, nine of ten of them found, each by its whole key and
+namespace, on one core. The first reference is NumPy gathering one 64-byte line at random for each of these keys from as
+much memory as the table and its records take: what the memory of this machine gives without any table. The second is a
+Python dict of the same keys as bytes. Growth is one insertion of 32 blocks after the other, each step at its fastest of
+several replays of the same work: what is left is the table's own, not what else ran on the machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvtierd.bench.options import Options, need_memory
+from kvtierd.bench.rounds import alternate
+from kvtierd.bench.rows import Row, make_row
+from kvtierd.bench.smaps import resident_bytes
+from kvtierd.config.schema import Host
+from kvtierd.core.geometry import Geometry
+from kvtierd.core.units import GIB, PAGE_BYTES
+from kvtierd.index.selfbench import LookupBench, growth
+from kvtierd.policy.eviction import LruEviction
+from kvtierd.tiers.host_tier import HostTier
+
+SMALLEST = Geometry(block_size=64, layers=30, kv_heads=3, k_dim=64, v_dim=64)
+"""SmolLM2-135M, the smallest model of the demonstrations, with the smallest block_size of the profiles (64 tokens of
+23,040 bytes)."""
+SUM_BYTES = 8
+"""Checksum of one layer of a block."""
+BYTES_A_KEY = 700
+"""What the bench takes for one key at most: the table, the lines to gather, and the dict with its keys as bytes."""
+_GATHER = "NumPy's random gather of a 64-byte line a key"
+_DICT = "Python dict of bytes"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much of everything."""
+
+    keys: int = 8_000_000
+    rounds: int = 7
+    grow_from: int = 1_000_000
+    grow_to: int = 8_000_000
+    replays: int = 5
+    host_bytes: int = 16 * GIB
+
+
+QUICK = Sizes(keys=2_000_000, rounds=3, grow_to=2_500_000, host_bytes=4 * GIB)
+
+
+def rows(options: Options) -> Iterator[Row]:
+    """Measure everything."""
+    sizes = QUICK if options.quick else Sizes()
+    need_memory(sizes.keys * BYTES_A_KEY)
+    yield from rows_of(sizes)
+
+
+def rows_of(sizes: Sizes) -> Iterator[Row]:
+    """Measure memory first, while the process is small; then lookups, then growth."""
+    slot_bytes = slot_ram_bytes(sizes.host_bytes)
+    bench = LookupBench(sizes.keys, with_dict=True)
+    yield from _lookups(bench, sizes.rounds)
+    yield from _memory(bench.bytes_per_block(), slot_bytes)
+    del bench
+    yield from _growth(sizes)
+
+
+def _lookups(bench: LookupBench, rounds: int) -> Iterator[Row]:
+    measures = [bench.lookups_per_second, bench.gathered_lines_per_second, bench.dict_lookups_per_second]
+    ours, lines, names = (figure / 1e6 for figure in alternate(measures, rounds))
+    stats = bench.pages.stats()
+    of = f"lookups of {stats['blocks'] / 1e6:.2g} M keys, load {stats['load']:.2f}, 90% hits"
+    yield make_row("index", of, ours, "M keys/s", reference=lines, reference_name=_GATHER, goal=">= 0.22")
+    yield make_row("index", of, ours, "M keys/s", reference=names, reference_name=_DICT, goal=">= 8")
+    yield make_row("index", "buckets touched, mean", float(stats["buckets_touched_mean"]), "buckets")
+    yield make_row("index", "buckets touched, max", float(stats["buckets_touched_max"]), "buckets", goal="<= 2")
+    probes = stats["stash_probes"] / stats["lookups"]
+    yield make_row("index", "lookups that looked at the stash or a second match", 100 * probes, "%")
+
+
+def _memory(block_bytes: float, slot_bytes: float) -> Iterator[Row]:
+    """`block_bytes` of the block and page table, `slot_bytes` of the columns of a slot in host."""
+    yield make_row("index", "RAM of a block in block table and page table", block_bytes, "bytes")
+    yield make_row("index", "RAM of a slot in the host tier's columns", slot_bytes, "bytes")
+    total = block_bytes + slot_bytes
+    yield make_row("index", "RAM of a block, everything but sums of layers", total, "bytes", goal="<= 160")
+    share = 100 * (total + SUM_BYTES * SMALLEST.layers) / SMALLEST.block_bytes
+    yield make_row("index", "share of KV with sums, SmolLM2-135M, block_size 64", share, "%", goal="<= 0.1")
+
+
+def slot_ram_bytes(capacity: int) -> float:
+    """RAM of the host tier's columns for each of the slots that `capacity` has for the smallest block, all in use.
+
+    The generations that clients see lie beside each chunk, eight bytes a page; they are added, because the chunks
+    themselves are not made here. Sums of layers are left out.
+    """
+    settings, pid = Host(capacity=capacity), os.getpid()
+    before, _ = resident_bytes(pid)
+    tier = HostTier(settings, LruEviction(capacity // PAGE_BYTES))
+    tier.spare = list(range(tier.slabs_max))
+    cls = tier.class_for(SMALLEST.slot_bytes, SMALLEST.layers, "bench")
+    slots = tier.take_free(cls, tier.slabs_max * (settings.chunk_bytes // SMALLEST.slot_bytes))
+    tier.settle(cls, slots, np.arange(slots.size, dtype=np.int32))
+    after, _ = resident_bytes(pid)
+    generations = tier.slabs_max * (settings.chunk_bytes // PAGE_BYTES) * 8
+    return (after - before - cls.sums.nbytes - slots.nbytes + generations) / slots.size
+
+
+def _growth(sizes: Sizes) -> Iterator[Row]:
+    grown = growth(sizes.grow_from, sizes.grow_to, replays=sizes.replays)
+    of = f"growing from {sizes.grow_from / 1e6:.2g} M to {sizes.grow_to / 1e6:.2g} M keys"
+    yield make_row("index", "load reached before growth", grown.load_before_growth, "", goal=">= 0.95")
+    yield make_row("index", f"longest pause while {of}", grown.pause_ms, "ms", goal="<= 2")
+    yield make_row("index", "the same in processor time", grown.pause_cpu_ms, "ms")
+    yield make_row("index", f"longest step of any of {sizes.replays} replays", grown.pause_once_ms, "ms")
+    yield make_row("index", f"insertions while {of}", grown.inserts_per_second / 1e6, "M keys/s")
+    yield make_row("index", "keys refused meanwhile", float(grown.refused), "keys", goal="<= 0")
