@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import types
 
-from kvtierd.index.jit import Word, compiled, helper
-from kvtierd.index.layout import ROW_NUMBERS, Rows
+from kvtierd.index import extents as steps
+from kvtierd.index.extents import BEGIN, FRESH, GRANULES, LENGTH, OFFSET, Counts, Extents, Uses
+from kvtierd.index.layout import Rows
 from kvtierd.index.memory import reserve
 
 GRANULE_TOKENS = 64
@@ -21,97 +21,13 @@ EXTENT_GRANULES_MAX = 8
 GRANULES_MAX = 1 << 24
 """A billion tokens."""
 
-BEGIN, LENGTH, PLACE, OFFSET = range(4)
-"""Columns of an extent: first granule, number of granules (0 for a free number), place, first granule within it."""
-
-_EXTENTS = types.int32[:, ::1]
-_USES = types.uint32[::1]
-_COUNTS = types.int64[::1]
-Extents = npt.NDArray[np.int32]
-Uses = npt.NDArray[np.uint32]
-Counts = npt.NDArray[np.int64]
-
-_GRANULES, _FRESH, _FREE_HEAD = range(3)
-"""State: granules of the sequence; extent numbers ever used; first free one plus one (linked through BEGIN)."""
-_SATURATED = np.uint32(0xFFFFFFFF)
-
-
-@helper
-def _new_extent(extents: Extents, counts: Counts) -> Word:
-    if counts[_FREE_HEAD]:
-        number = counts[_FREE_HEAD] - 1
-        counts[_FREE_HEAD] = extents[number, BEGIN]
-        return number
-    counts[_FRESH] += 1
-    return counts[_FRESH] - 1
-
-
-@helper
-def _drop_extent(extents: Extents, counts: Counts, number: Word) -> None:
-    extents[number, BEGIN], extents[number, LENGTH] = counts[_FREE_HEAD], 0
-    counts[_FREE_HEAD] = number + 1
-
-
-@helper
-def _cover(owner: Rows, extents: Extents, number: Word, begin: Word, length: Word, place: Word, offset: Word) -> None:
-    extents[number, BEGIN], extents[number, LENGTH] = begin, length
-    extents[number, PLACE], extents[number, OFFSET] = place, offset
-    owner[begin : begin + length] = number
-
-
-@compiled(types.int64(ROW_NUMBERS, _EXTENTS, _COUNTS, types.int64, types.int64))
-def _append(owner: Rows, extents: Extents, counts: Counts, length: int, place: int) -> Word:
-    number = _new_extent(extents, counts)
-    _cover(owner, extents, number, counts[_GRANULES], length, place, 0)
-    counts[_GRANULES] += length
-    return number
-
-
-@compiled(types.int64(ROW_NUMBERS, _EXTENTS, types.int64, types.int64, ROW_NUMBERS))
-def _overlapping(owner: Rows, extents: Extents, begin: int, end: int, out: Rows) -> Word:
-    """Extents that overlap granules begin..end-1, in order; returns how many."""
-    found, granule = 0, begin
-    while granule < end:
-        number = owner[granule]
-        out[found] = number
-        found += 1
-        granule = extents[number, BEGIN] + extents[number, LENGTH]
-    return found
-
-
-@compiled(types.void(ROW_NUMBERS, _EXTENTS, _COUNTS, types.int64, ROW_NUMBERS, ROW_NUMBERS))
-def _split(owner: Rows, extents: Extents, counts: Counts, number: int, lengths: Rows, out: Rows) -> None:
-    """Cut an extent into parts of these lengths; the first part keeps its number."""
-    begin, place, offset = extents[number, BEGIN], extents[number, PLACE], extents[number, OFFSET]
-    for part, length in enumerate(lengths):
-        out[part] = number if part == 0 else _new_extent(extents, counts)
-        _cover(owner, extents, out[part], begin, length, place, offset)
-        begin, offset = begin + length, offset + length
-
-
-@compiled(types.void(ROW_NUMBERS, _EXTENTS, _COUNTS, ROW_NUMBERS, types.int64))
-def _merge(owner: Rows, extents: Extents, counts: Counts, numbers: Rows, place: int) -> None:
-    """Make one extent of neighbours given in order; it keeps the first one's number."""
-    length = extents[numbers[0], LENGTH]
-    for index in range(1, numbers.size):
-        length += extents[numbers[index], LENGTH]
-        _drop_extent(extents, counts, numbers[index])
-    _cover(owner, extents, numbers[0], extents[numbers[0], BEGIN], length, place, 0)
-
-
-@compiled(types.void(_USES, types.int64, types.int64))
-def _touch(uses: Uses, begin: int, end: int) -> None:
-    for granule in range(begin, end):
-        if uses[granule] != _SATURATED:
-            uses[granule] += np.uint32(1)
-
 
 class HybridIndex:
     """The extents of one sequence of up to `tokens_max` tokens (a whole number of granules of 64).
 
     Extents have numbers that stay valid until the extent is split (the first part keeps it) or merged into another.
-    `place` is any int32 of the owner's, such as a slot; an extent begins `offset` granules into it, so that a split
-    moves no bytes: its parts lie where they lay. Memory is 8 bytes a granule and 16 an extent.
+    `place` is any int32 of the owner's, such as a slot, or ABSENT (-1); an extent begins `offset` granules into it, so
+    that a split moves no bytes: its parts lie where they lay. Memory is 8 bytes a granule and 16 an extent.
     Raises ValueError, with nothing changed, for tokens, extents or lengths that are out of range.
     """
 
@@ -119,22 +35,41 @@ class HybridIndex:
         granules = tokens_max // GRANULE_TOKENS
         if tokens_max % GRANULE_TOKENS or not 1 <= granules <= GRANULES_MAX:
             raise ValueError(f"tokens_max is {tokens_max}; it must be a multiple of {GRANULE_TOKENS}, at least that")
-        self._owner: Rows = reserve((granules,), np.int32)
-        self._extents: Extents = reserve((granules, 4), np.int32)
-        self._uses: Uses = reserve((granules,), np.uint32)
+        self._owner: Rows = reserve((granules,), np.int32, huge=False)
+        self._extents: Extents = reserve((granules, 4), np.int32, huge=False)
+        self._uses: Uses = reserve((granules,), np.uint32, huge=False)
         self._counts: Counts = np.zeros(3, np.int64)
 
     @property
     def tokens(self) -> int:
         """Length of the sequence."""
-        return int(self._counts[_GRANULES]) * GRANULE_TOKENS
+        return int(self._counts[GRANULES]) * GRANULE_TOKENS
 
     def append(self, tokens: int, place: int) -> int:
         """Extend the sequence by an extent of `tokens` (64 to 512, whole granules) at `place`; returns its number."""
+        return self.append_many(tokens, np.array([place], np.int32))
+
+    def append_many(self, tokens: int, places: Rows) -> int:
+        """Extend the sequence by extents of `tokens` each, one for each of `places` ([n] int32); returns the number of
+        the last one, -1 for none."""
         length = self._granules_of(tokens)
-        if self.tokens + tokens > len(self._owner) * GRANULE_TOKENS:
-            raise ValueError(f"{tokens} tokens after {self.tokens} are over {len(self._owner) * GRANULE_TOKENS}")
-        return int(_append(self._owner, self._extents, self._counts, length, place))
+        if self.tokens + tokens * places.size > len(self._owner) * GRANULE_TOKENS:
+            more, most = tokens * places.size, len(self._owner) * GRANULE_TOKENS
+            raise ValueError(f"{more} tokens after {self.tokens} are over {most}")
+        return int(steps.append(self._owner, self._extents, self._counts, length, places))
+
+    def assign(self, begins: Counts, tokens: int, places: Rows) -> None:
+        """Make `tokens` from each of `begins` on ([n] int64) an extent of their own at one of `places` ([n] int32).
+
+        They are cut out of the extents that held them; what remains of those lies where it lay.
+        """
+        length = self._granules_of(tokens)
+        if begins.size == 0:
+            return
+        if not 0 <= begins.min() <= begins.max() <= self.tokens - tokens or (begins % GRANULE_TOKENS).any():
+            spans = f"{tokens} tokens from each of {begins.min()}..{begins.max()}"
+            raise ValueError(f"{spans} are not all whole granules of 0..{self.tokens}")
+        steps.assign(self._owner, self._extents, self._counts, begins // GRANULE_TOKENS, length, places)
 
     def locate(self, tokens: npt.NDArray[np.int64]) -> Rows:
         """Numbers of the extents that hold these tokens ([n])."""
@@ -147,7 +82,15 @@ class HybridIndex:
         """Numbers of the extents that hold any of tokens begin..end-1, in order."""
         first, last = self._span(begin, end)
         out = np.empty(last - first, np.int32)
-        return out[: _overlapping(self._owner, self._extents, first, last, out)]
+        return out[: steps.overlapping(self._owner, self._extents, first, last, out)]
+
+    def placed(self, begin: int, end: int) -> Counts:
+        """`describe` of those of them that lie somewhere (not at ABSENT), in order."""
+        first, last = self._span(begin, end)
+        out = np.empty((last - first, 4), np.int64)
+        out = out[: steps.placed(self._owner, self._extents, first, last, out)]
+        out[:, [BEGIN, LENGTH, OFFSET]] *= GRANULE_TOKENS
+        return out
 
     def describe(self, extents: Rows) -> Counts:
         """Columns of extents ([n, 4] int64): first token, tokens, place, offset in the place in tokens."""
@@ -164,7 +107,7 @@ class HybridIndex:
             whole = int(self._extents[extent, LENGTH]) * GRANULE_TOKENS
             raise ValueError(f"parts of {int(np.sum(tokens))} tokens do not make the {whole} of extent {extent}")
         out = np.empty(lengths.size, np.int32)
-        _split(self._owner, self._extents, self._counts, extent, lengths, out)
+        steps.split(self._owner, self._extents, self._counts, extent, lengths, out)
         return out
 
     def merge(self, extents: Rows, place: int) -> int:
@@ -177,12 +120,12 @@ class HybridIndex:
         if extents.size == 0 or (begins[1:] != begins[:-1] + lengths[:-1]).any():
             raise ValueError(f"extents {extents.tolist()} are not neighbours in order")
         self._granules_of(int(lengths.sum()) * GRANULE_TOKENS)
-        _merge(self._owner, self._extents, self._counts, extents, place)
+        steps.merge(self._owner, self._extents, self._counts, extents, place)
         return int(extents[0])
 
     def touch(self, begin: int, end: int) -> None:
         """Count a use of every granule that holds any of tokens begin..end-1."""
-        _touch(self._uses, *self._span(begin, end))
+        steps.touch(self._uses, *self._span(begin, end))
 
     def uses(self, extent: int) -> Uses:
         """Uses of each granule of an extent, [granules] uint32: what tells whether a part of it is used alone."""
@@ -202,6 +145,6 @@ class HybridIndex:
         return begin // GRANULE_TOKENS, max(begin // GRANULE_TOKENS, -(-end // GRANULE_TOKENS))
 
     def _check(self, extents: Rows) -> None:
-        known = extents[(extents >= 0) & (extents < self._counts[_FRESH])]
+        known = extents[(extents >= 0) & (extents < self._counts[FRESH])]
         if known.size < extents.size or (self._extents[known, LENGTH] == 0).any():
             raise ValueError(f"extents {extents.tolist()} are not all in the sequence")

@@ -23,16 +23,19 @@ _SMALL_BYTES: Final = 2 * HUGE_PAGE_BYTES
 """An array below this is left to ordinary pages: aligning it to huge ones would waste as much."""
 
 
-def reserve(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+def reserve(shape: tuple[int, ...], dtype: npt.DTypeLike, *, huge: bool = True) -> npt.NDArray[Any]:
     """A zeroed array over anonymous memory, aligned to a page; the kernel backs its pages when they are first written.
 
     Larger arrays are aligned to huge pages and ask for them: random access to millions of rows would otherwise miss
-    the TLB as often as the cache. Raises OSError (ENOMEM) when the address space cannot be had.
+    the TLB as often as the cache. With `huge` false they do not: for what is walked in order, and mostly stays small.
+    Raises OSError (ENOMEM) when the address space cannot be had.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    if size < _SMALL_BYTES:
+    if size < _SMALL_BYTES or not huge:
         memory = mmap.mmap(-1, max(size, 1), flags=flags)
+        if not huge:
+            memory.madvise(mmap.MADV_NOHUGEPAGE)  # Some machines give them unasked.
         return np.frombuffer(memory, np.uint8)[:size].view(dtype).reshape(shape)
     memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=flags)
     memory.madvise(mmap.MADV_HUGEPAGE)

@@ -225,18 +225,51 @@ class Sequence(RuleBasedStateMachine):
         tokens = sum(part[0] for part in self.model[begin:end])
         if tokens > 512:
             return
+        if any(place < 0 for _, place, _ in self.model[begin:end]):
+            return
         moved = [token for n, place, at in self.model[begin:end] for token in self.places[place][at : at + n]]
         self.places.append(moved)
         self.index.merge(self._extents()[begin:end], len(self.places) - 1)
         self.model[begin:end] = [(tokens, len(self.places) - 1, 0)]
 
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), absent=st.booleans())
+    def assign(self, data, absent):
+        granules = self.index.tokens // 64
+        length = data.draw(st.integers(1, min(8, granules))) * 64
+        begins = data.draw(st.lists(st.integers(0, granules - length // 64), max_size=3))
+        places = []
+        for begin in (granule * 64 for granule in begins):
+            places.append(-1 if absent else len(self.places))
+            if not absent:
+                self.places.append(list(range(begin, begin + length)))
+            self._carve(begin, length, places[-1])
+        self.index.assign(np.array(begins, np.int64) * 64, length, np.array(places, np.int32))
+
+    def _carve(self, begin, length, place):
+        """Replace tokens begin..begin+length-1 by an extent of their own; what is left of others stays where it is."""
+        changed, at = [], 0
+        for tokens, old, offset in self.model:
+            kept = min(tokens, max(0, begin - at)), max(0, at + tokens - max(at, begin + length))
+            if kept[0]:
+                changed.append((kept[0], old, offset))
+            if at <= begin < at + tokens:
+                changed.append((length, place, 0))
+            if kept[1]:
+                changed.append((kept[1], old, offset + tokens - kept[1]))
+            at += tokens
+        self.model = changed
+
     @invariant()
     def every_token_is_where_the_index_says(self):
         extents = self._extents()
+        placed = self.index.placed(0, self.index.tokens).tolist()
+        assert placed == [columns for columns in self.index.describe(extents).tolist() if columns[2] >= 0]
         described = self.index.describe(extents).tolist()
         assert [tuple(columns[1:]) for columns in described] == self.model
         for number, (first, tokens, place, offset) in zip(extents.tolist(), described, strict=True):
-            assert self.places[place][offset : offset + tokens] == list(range(first, first + tokens))
+            if place >= 0:
+                assert self.places[place][offset : offset + tokens] == list(range(first, first + tokens))
             assert set(self.index.locate(np.arange(first, first + tokens)).tolist()) == {number}
 
 

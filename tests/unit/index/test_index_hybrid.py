@@ -49,6 +49,18 @@ def test_a_split_moves_nothing_and_a_merge_says_where_to():
     assert spans(index) == [[0, 128, 7, 0], [128, 64, 8, 0], [192, 448, 30, 0], [640, 64, 9, 0]]
 
 
+def test_a_span_assigned_is_cut_out_of_what_held_it():
+    index = HybridIndex(4096)
+    index.append_many(256, extents(0, 1, 2))
+    index.assign(numbers(128, 448), 256, extents(-1, 5))
+    assert spans(index) == [[0, 128, 0, 0], [128, 256, -1, 0], [384, 64, 1, 128], [448, 256, 5, 0], [704, 64, 2, 192]]
+    assert index.placed(64, 385).tolist() == [[0, 128, 0, 0], [384, 64, 1, 128]]
+    index.assign(numbers(), 256, extents())
+    index.assign(numbers(0), 512, extents(7))
+    assert spans(index)[0] == [0, 512, 7, 0]
+    assert spans(index)[1] == [512, 192, 5, 64]
+
+
 def test_numbers_of_merged_extents_are_used_again():
     index = HybridIndex(1024)
     made = [index.append(64, place) for place in range(8)]
@@ -95,6 +107,10 @@ def test_what_does_not_fit_changes_nothing():
         (lambda: index.merge(extents(one, 9), 3), "not all in the sequence"),
         (lambda: index.locate(numbers(640)), r"not all in 0\.\.639"),
         (lambda: index.overlapping(0, 641), r"not within 0\.\.640"),
+        (lambda: index.assign(numbers(0, 576), 128, extents(1, 1)), r"each of 0\.\.576 are not all whole granules"),
+        (lambda: index.assign(numbers(32), 128, extents(1)), "not all whole granules"),
+        (lambda: index.assign(numbers(0), 100, extents(1)), "extent of 100 tokens"),
+        (lambda: index.append_many(64, extents(1, 1)), "128 tokens after 640"),
         (lambda: index.touch(-1, 5), r"not within 0\.\.640"),
         (lambda: index.uses(2), "not all in the sequence"),
     ]:

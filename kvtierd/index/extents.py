@@ -1,0 +1,147 @@
+"""The steps on extents under the hybrid index: a map from granule to extent, and the extents' columns.
+
+An extent that is gone leaves its number on a list of free ones, linked through BEGIN, so that there are never more
+numbers than granules.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from kvtierd.index.jit import Word, compiled, helper
+from kvtierd.index.layout import ROW_NUMBERS, Rows
+
+BEGIN, LENGTH, PLACE, OFFSET = range(4)
+"""Columns of an extent: first granule, number of granules (0 for a free number), place, first granule within it."""
+ABSENT = -1
+"""Place of an extent that lies nowhere."""
+
+EXTENTS = types.int32[:, ::1]
+USES = types.uint32[::1]
+COUNTS = types.int64[::1]
+Extents = npt.NDArray[np.int32]
+Uses = npt.NDArray[np.uint32]
+Counts = npt.NDArray[np.int64]
+
+GRANULES, FRESH, FREE_HEAD = range(3)
+"""State: granules of the sequence; extent numbers ever used; first free one plus one."""
+_SATURATED = np.uint32(0xFFFFFFFF)
+
+
+@helper
+def _new_extent(extents: Extents, counts: Counts) -> Word:
+    if counts[FREE_HEAD]:
+        number = counts[FREE_HEAD] - 1
+        counts[FREE_HEAD] = extents[number, BEGIN]
+        return number
+    counts[FRESH] += 1
+    return counts[FRESH] - 1
+
+
+@helper
+def _drop_extent(extents: Extents, counts: Counts, number: Word) -> None:
+    extents[number, BEGIN], extents[number, LENGTH] = counts[FREE_HEAD], 0
+    counts[FREE_HEAD] = number + 1
+
+
+@helper
+def _cover(owner: Rows, extents: Extents, number: Word, begin: Word, length: Word, place: Word, offset: Word) -> None:
+    extents[number, BEGIN], extents[number, LENGTH] = begin, length
+    extents[number, PLACE], extents[number, OFFSET] = place, offset
+    owner[begin : begin + length] = number
+
+
+@compiled(types.int64(ROW_NUMBERS, EXTENTS, COUNTS, types.int64, ROW_NUMBERS))
+def append(owner: Rows, extents: Extents, counts: Counts, length: int, places: Rows) -> Word:
+    """Add extents of `length` granules behind the others; returns the number of the last one."""
+    number = np.int64(-1)
+    for place in places:
+        number = _new_extent(extents, counts)
+        _cover(owner, extents, number, counts[GRANULES], length, place, 0)
+        counts[GRANULES] += length
+    return number
+
+
+@compiled(types.int64(ROW_NUMBERS, EXTENTS, types.int64, types.int64, ROW_NUMBERS))
+def overlapping(owner: Rows, extents: Extents, begin: int, end: int, out: Rows) -> Word:
+    """Extents that overlap granules begin..end-1, in order; returns how many."""
+    found, granule = 0, begin
+    while granule < end:
+        number = owner[granule]
+        out[found] = number
+        found += 1
+        granule = extents[number, BEGIN] + extents[number, LENGTH]
+    return found
+
+
+@compiled(types.int64(ROW_NUMBERS, EXTENTS, types.int64, types.int64, types.int64[:, ::1]))
+def placed(owner: Rows, extents: Extents, begin: int, end: int, out: Counts) -> Word:
+    """Columns of the extents that overlap granules begin..end-1 and lie somewhere, in order; returns how many."""
+    found, granule = 0, begin
+    while granule < end:
+        extent = extents[owner[granule]]
+        if extent[PLACE] >= 0:
+            out[found] = extent
+            found += 1
+        granule = extent[BEGIN] + extent[LENGTH]
+    return found
+
+
+@compiled(types.void(ROW_NUMBERS, EXTENTS, COUNTS, types.int64, ROW_NUMBERS, ROW_NUMBERS))
+def split(owner: Rows, extents: Extents, counts: Counts, number: int, lengths: Rows, out: Rows) -> None:
+    """Cut an extent into parts of these lengths; the first part keeps its number."""
+    begin, place, offset = extents[number, BEGIN], extents[number, PLACE], extents[number, OFFSET]
+    for part, length in enumerate(lengths):
+        out[part] = number if part == 0 else _new_extent(extents, counts)
+        _cover(owner, extents, out[part], begin, length, place, offset)
+        begin, offset = begin + length, offset + length
+
+
+@compiled(types.void(ROW_NUMBERS, EXTENTS, COUNTS, ROW_NUMBERS, types.int64))
+def merge(owner: Rows, extents: Extents, counts: Counts, numbers: Rows, place: int) -> None:
+    """Make one extent of neighbours given in order; it keeps the first one's number."""
+    length = extents[numbers[0], LENGTH]
+    for index in range(1, numbers.size):
+        length += extents[numbers[index], LENGTH]
+        _drop_extent(extents, counts, numbers[index])
+    _cover(owner, extents, numbers[0], extents[numbers[0], BEGIN], length, place, 0)
+
+
+@helper
+def _cut(owner: Rows, extents: Extents, counts: Counts, granule: Word) -> None:
+    """Make an extent begin at a granule: what is left of it keeps its number."""
+    if granule == counts[GRANULES]:
+        return
+    number = owner[granule]
+    left = granule - extents[number, BEGIN]
+    if left == 0:
+        return
+    right = extents[number, LENGTH] - left
+    extents[number, LENGTH] = left
+    place, offset = extents[number, PLACE], extents[number, OFFSET]
+    _cover(owner, extents, _new_extent(extents, counts), granule, right, place, offset + left)
+
+
+@compiled(types.void(ROW_NUMBERS, EXTENTS, COUNTS, types.int64[::1], types.int64, ROW_NUMBERS))
+def assign(owner: Rows, extents: Extents, counts: Counts, begins: Counts, length: int, places: Rows) -> None:
+    """Make each span of `length` granules an extent of its own, cut out of those that held its granules."""
+    for index in range(begins.size):
+        begin = begins[index]
+        _cut(owner, extents, counts, begin)
+        _cut(owner, extents, counts, begin + length)
+        granule = begin
+        while granule < begin + length:
+            number = owner[granule]
+            granule += extents[number, LENGTH]
+            _drop_extent(extents, counts, number)
+        _cover(owner, extents, _new_extent(extents, counts), begin, length, places[index], 0)
+
+
+@compiled(types.void(USES, types.int64, types.int64))
+def touch(uses: Uses, begin: int, end: int) -> None:
+    """Count a use of granules begin..end-1."""
+    for granule in range(begin, end):
+        if uses[granule] != _SATURATED:
+            uses[granule] += np.uint32(1)
