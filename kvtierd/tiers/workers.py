@@ -22,14 +22,20 @@ class Workers:
         self.executor = concurrent.futures.ThreadPoolExecutor(count, thread_name_prefix="kvtierd-worker")
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run in a thread. A cancelled caller still waits: slots that a thread touches must stay held until it ends."""
+        """Run in a thread. A caller that is cancelled, once or often, still waits: slots that a thread touches must
+        stay held until it ends. (A deadline cancels a request, and the end of its session may do so again.)"""
         future = asyncio.get_running_loop().run_in_executor(self.executor, work)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            if not future.done():
+        cancelled = False
+        while not future.done():
+            try:
                 await asyncio.wait([future])
-            raise
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled:
+            if not future.cancelled():
+                future.exception()  # it counts as seen: the cancelled caller has no use for it
+            raise asyncio.CancelledError
+        return future.result()
 
     def close(self) -> None:
         """Wait for running work and end the threads."""
