@@ -151,11 +151,20 @@ class ArenaListener:
         accepted.settimeout(0)
         connection = _Connection(accepted)
         if len(self._connections) >= self._max_connections:
+            self._drop_idlest()
+        if len(self._connections) >= self._max_connections:
             self._send_quietly(accepted, ArenaRefused(f"{self._max_connections} clients are attached: the limit"))
             accepted.close()
             return
         self._connections[accepted.fileno()] = connection
         self._loop.add_reader(accepted, self._readable, connection)
+
+    def _drop_idlest(self) -> None:
+        """Hang up on the oldest connection that has not said hello: idle ones must not keep clients out."""
+        for connection in self._connections.values():
+            if connection.peer is None:
+                self._refuse(connection, "no arena_hello came, and others wait")
+                return
 
     def _readable(self, connection: _Connection) -> None:
         try:
@@ -253,8 +262,9 @@ class ArenaListener:
             self._process_gone(known)
             known = None
         if known is not None:
-            if len(known.sessions) >= MAX_DETACHED:
-                return f"{len(known.sessions)} sessions of your process still hold slots: abort their reservations"
+            detached = sum(self._sessions.by_token(session.token) is None for session in known.sessions)
+            if detached >= MAX_DETACHED:
+                return f"{detached} sessions of your process still hold slots: abort their reservations"
             return known
         try:
             pidfd = _open_pidfd(client, pid)

@@ -228,15 +228,34 @@ def test_a_chunk_that_leaves_the_arena_is_announced(
     assert mine.receive() == ArenaGone(CHUNK)
 
 
-def test_connections_are_limited(daemon: ThreadDaemon, raw: RawClient, plug: Callable[[], Plug]) -> None:
-    assert daemon.server.arena is not None
-    daemon.server.arena._max_connections = 2
-    held = [plug(), plug()]
+def test_connections_are_limited_and_idle_ones_keep_no_client_out(
+    daemon: ThreadDaemon, raw: RawClient, plug: Callable[[], Plug]
+) -> None:
+    arena = daemon.server.arena
+    assert arena is not None
+    arena._max_connections = 2
+    attached, idle = plug(), plug()
+    assert isinstance(attached.ask(ArenaHello(raw.token)), ArenaReady)
     extra = plug()
-    refused = extra.receive()
-    assert isinstance(refused, ArenaRefused)
-    assert extra.hung_up()
-    assert isinstance(held[0].ask(ArenaHello(raw.token)), ArenaReady)
+    assert isinstance(idle.receive(), ArenaRefused)
+    assert idle.hung_up()
+    arena._max_connections = 1
+    last = plug()
+    assert isinstance(last.receive(), ArenaRefused)
+    assert last.hung_up()
+    assert isinstance(extra.receive(), ArenaRefused)
+    assert isinstance(attached.ask(ArenaMap(CHUNK)), ArenaChunk)
+
+
+def test_sessions_that_live_do_not_count_as_left_behind(
+    connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "MAX_DETACHED", 2)
+    space = Namespace(model="m", geometry=PADDED)
+    for turn in range(4):
+        client = connect()
+        handle = client.register(space)
+        assert client.reserve(handle, keys_of(space, 1, first_token=1000 * turn)).views[0] is not None
 
 
 def test_a_client_that_does_not_read_its_arena_socket_is_hung_up_on(
