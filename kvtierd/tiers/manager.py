@@ -7,6 +7,7 @@ ticker, and the ends of moves as tasks of the loop; bytes move in worker threads
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ from kvtierd.tiers.write_behind import WriteBehind
 from kvtierd.tiers.writes import Writes
 
 Handler = Callable[[Session, Any, Sequence[memoryview]], Answer | Awaitable[Answer]]
+
+_log = logging.getLogger(__name__)
 
 TICK_S = 0.05
 """How often leases are checked for their end and tiers for their watermarks."""
@@ -236,15 +239,20 @@ class TierManager:
     def _recover(self, found: Recovered) -> None:
         """Make rows for what the store found."""
         blocks, table = self.copies.blocks, self.copies.blocks.table
-        entries = {
-            digest: self.copies.namespaces.register(self.tenant, namespace, allow_loss=False)
-            for digest, namespace in found.namespaces.items()
-        }
         kept_extents: list[Extent] = []
         kept_rows = []
-        for digest in dict.fromkeys(found.namespace):
-            places = np.array([i for i, name in enumerate(found.namespace) if name == digest], np.intp)
-            rows, position = blocks.add(found.keys[places], entries[digest].number, VISIBLE)
+        by_digest: dict[bytes, list[int]] = {}
+        for i, digest in enumerate(found.namespace):
+            by_digest.setdefault(digest, []).append(i)
+        for digest, indices in by_digest.items():
+            places = np.array(indices, np.intp)
+            try:
+                entry = self.copies.namespaces.register(self.tenant, found.namespaces[digest], allow_loss=False)
+            except RequestError as error:  # more than fit: that must not keep the daemon from starting
+                _log.warning("recovery: %d blocks are left out: %s", places.size, error)
+                found.dropped += places.size
+                continue
+            rows, position = blocks.add(found.keys[places], entry.number, VISIBLE)
             blocks.mark(rows, m.TIER_NVME)
             extents = [found.extents[i] for i in places[position].tolist()]
             table.segment[rows] = [extent.segment for extent in extents]
