@@ -31,6 +31,8 @@ class Admin:
         self._write_behind = write_behind
         self._pinned_bytes_max = pinned_bytes_max
         self.pinned_bytes = 0
+        self._pinning_bytes = 0
+        """Of pins whose blocks are on their way into host: they count too, or many at once would pass the limit."""
 
     async def pin(self, session: Session, request: Pin, frames: Frames) -> Answer:
         """Hold the present ones of the keys in host until Unpin or the end of the session."""
@@ -40,7 +42,7 @@ class Admin:
         keys = [key.tobytes() for key in keys_of(frames[0])]
         wanted = [key for key in dict.fromkeys(keys) if key not in pins]
         size = entry.geometry.slot_bytes
-        if self.pinned_bytes + len(wanted) * size > self._pinned_bytes_max:
+        if self.pinned_bytes + self._pinning_bytes + len(wanted) * size > self._pinned_bytes_max:
             raise RequestError(
                 ErrorCode.TOO_LARGE,
                 f"{len(wanted)} more pins of {size} bytes go over the limit of {self._pinned_bytes_max} pinned bytes; "
@@ -50,7 +52,11 @@ class Admin:
         rows = self._copies.blocks.find(found, entry.number) if found is not None else np.empty(0, np.int32)
         table = self._copies.blocks.table
         names = [key.tobytes() for key in table.key[rows]]
-        slots = await self._onboarder.hold_in_host(entry, rows) if rows.size else rows
+        self._pinning_bytes += rows.size * size
+        try:
+            slots = await self._onboarder.hold_in_host(entry, rows) if rows.size else rows
+        finally:
+            self._pinning_bytes -= rows.size * size
         pinned = 0
         for name, slot in zip(names, slots.tolist(), strict=False):
             if name in pins or state_of(session).ended:
