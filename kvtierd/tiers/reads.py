@@ -91,6 +91,8 @@ class Reads:
         """Lease the leading run in host slots; at once where all of it is there."""
         need_arena(session)
         need_frames(frames, 1)
+        if request.ttl_ms < 0:
+            raise RequestError(ErrorCode.BAD_ARGUMENT, f"ttl_ms is {request.ttl_ms}; 0 asks for the default")
         entry = namespace_of(session, request.namespace)
         keys = keys_of(frames[0])
         rows = self._copies.blocks.find_prefix(keys, entry.number)

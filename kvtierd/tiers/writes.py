@@ -14,6 +14,7 @@ from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.core.keys import Keys
 from kvtierd.gpu.slot_pool import SlotClass
 from kvtierd.protocol.messages import (
+    MAX_BATCH,
     SLOT_BUSY,
     SLOT_EXISTS,
     SLOT_GRANTED,
@@ -200,6 +201,8 @@ class Writes:
         """Positions within the reservation of the blocks that a Commit names by their place in the keys."""
         if index is None:
             return np.arange(reservation.position.size)
+        if max(index, default=0) > MAX_BATCH:  # might not fit the array's type either
+            raise RequestError(ErrorCode.BAD_ARGUMENT, f"block {max(index)} was not granted by this reservation")
         wanted = np.array(index, np.int64)
         places = np.searchsorted(reservation.position, wanted)
         places[places >= reservation.position.size] = 0
@@ -234,16 +237,17 @@ class Writes:
         reservation.busy = True
         try:
             bad = await self._workers.run(lambda: self._first_bad(reservation, which, sums))
+            if bad >= 0:
+                raise RequestError(
+                    ErrorCode.CHECKSUM_MISMATCH,
+                    f"block {int(reservation.position[which[bad]])}: its bytes do not match its layer sums",
+                )
+            return self._finish(reservation, which, sums, totals)
         finally:
             reservation.busy = False
-        if bad >= 0 and reservation.abandoned:
-            self._give_back(reservation)
-        if bad >= 0:
-            raise RequestError(
-                ErrorCode.CHECKSUM_MISMATCH,
-                f"block {int(reservation.position[which[bad]])}: its bytes do not match its layer sums",
-            )
-        return self._finish(reservation, which, sums, totals)
+            # The owner's process ended meanwhile: whatever became of the Commit, nobody comes for what is left.
+            if reservation.abandoned and reservation.id in self.reservations.items:
+                self._give_back(reservation)
 
     def _finish(self, reservation: Reservation, which: npt.NDArray[np.intp], sums: Sums, totals: Sums) -> Answer:
         """Blocks become visible; the rest of the reservation stays."""

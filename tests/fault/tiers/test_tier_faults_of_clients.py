@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 
 import numpy as np
 import pytest
 
-from kvtierd.core.checksum import block_sum
+from kvtierd.core.checksum import block_sum, fill_and_sum
 from kvtierd.core.errors import ErrorCode, RequestError
+from kvtierd.core.namespace import Namespace
 from kvtierd.protocol import messages as m
+from kvtierd.testing.memory_store import MemoryStore
 from kvtierd.testing.rig import SHAPE, Rig, make_keys, pattern
+from kvtierd.tiers import namespaces
 
 PER_CHUNK = (1 << 20) // SHAPE.slot_bytes
 
@@ -180,3 +184,121 @@ def test_case_05_a_block_deleted_in_use_stays_whole_until_its_reader_ends():
         await rig.release(session, reply)
 
     run(scenario)
+
+
+def hold_up(monkeypatch, target, name):
+    """Have a worker's job wait: (event that it has begun, event that lets it go on)."""
+    begun, go_on = threading.Event(), threading.Event()
+    work = getattr(target, name)
+
+    def late(*arguments):
+        begun.set()
+        go_on.wait(10)
+        return work(*arguments)
+
+    monkeypatch.setattr(target, name, late)
+    return begun, go_on
+
+
+async def until(event):
+    while not event.is_set():
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("index", [None, [0]])
+def test_case_15_a_client_that_dies_while_its_commit_is_verified_leaves_nothing_reserved(monkeypatch, index):
+    async def scenario(rig, session, ns):
+        keys = make_keys(3)
+        grant = await rig.reserve(session, ns, keys)
+        sums = rig.fill(grant, keys)
+        begun, go_on = hold_up(monkeypatch, rig.manager._writes, "_first_bad")
+        commit = asyncio.create_task(rig.commit(session, grant, sums[: len(index or keys)], verify=True, index=index))
+        await until(begun)
+        if index is None:
+            commit.cancel()  # as the server does when a session ends
+        rig.manager.session_detached(session)
+        rig.manager.process_gone(session)
+        go_on.set()
+        await asyncio.gather(commit, return_exceptions=True)
+        assert rig.manager.stats()["reservations"] == 0
+
+    run(scenario)
+
+
+def test_case_05_a_put_that_is_cancelled_twice_keeps_its_slots_until_its_thread_has_ended(monkeypatch):
+    async def scenario(rig, session, ns):
+        keys, others = make_keys(2), make_keys(2, start=1)
+        payloads = [pattern(key, SHAPE) for key in keys]
+        totals = np.zeros(2, np.uint64)
+        for i, payload in enumerate(payloads):
+            sums = np.zeros(SHAPE.layers, np.uint64)
+            fill_and_sum(payload, np.zeros(SHAPE.slot_bytes, np.uint8), SHAPE, sums)
+            totals[i] = block_sum(sums)
+        begun, go_on = hold_up(monkeypatch, rig.manager._writes, "_fill")
+        request = m.Put(id=1, namespace=ns)
+        put = asyncio.create_task(rig.call(session, request, keys.tobytes(), totals.tobytes(), *payloads))
+        await until(begun)
+        for _ in range(3):  # its deadline, then the end of its session
+            put.cancel()
+            await asyncio.sleep(0.01)
+        assert not put.done()
+        grant = await rig.reserve(session, ns, others)
+        sums = rig.fill(grant, others)
+        go_on.set()
+        await asyncio.gather(put, return_exceptions=True)
+        await rig.commit(session, grant, sums, verify=True)
+        assert rig.manager.stats()["reservations"] == 0
+
+    run(scenario)
+
+
+def test_pins_on_their_way_into_host_count_against_the_limit():
+    async def scenario(rig, session, ns):
+        prompts = [make_keys(12, start=start) for start in range(10)]
+        for keys in prompts:
+            await rig.store(session, ns, keys)
+        await rig.call(session, m.Flush(id=1))
+        await rig.call(session, m.Purge(id=1, namespace=ns, tiers=["host"]))
+        pins = [rig.call(session, m.Pin(id=1, namespace=ns), keys.tobytes()) for keys in prompts]
+        outcomes = await asyncio.gather(*pins, return_exceptions=True)
+        assert any(isinstance(outcome, RequestError) for outcome in outcomes)
+        assert rig.manager.stats()["pinned_bytes"] <= rig.settings.host.capacity // 2
+        rig.manager.session_detached(session)
+        assert rig.manager.stats()["pinned_bytes"] == 0
+
+    run(scenario, store=MemoryStore())
+
+
+def test_numbers_out_of_range_are_refused_and_are_no_bug():
+    async def scenario(rig, session, ns):
+        keys = make_keys(1)
+        grant = await rig.reserve(session, ns, keys)
+        sums = rig.fill(grant, keys)
+        total = np.array([block_sum(sums[0])], np.uint64).tobytes()
+        for place in (2**64 - 1, 2**63 - 1, -1, -(2**63)):
+            commit = m.Commit(id=1, reservation=grant.id, index=[place])
+            await refused(ErrorCode.BAD_ARGUMENT, rig, session, commit, sums.tobytes(), total)
+        await rig.commit(session, grant, sums)
+        await refused(ErrorCode.BAD_ARGUMENT, rig, session, m.Acquire(id=1, namespace=ns, ttl_ms=-1), keys.tobytes())
+
+    run(scenario)
+
+
+def test_more_namespaces_on_disk_than_fit_do_not_keep_the_daemon_from_starting(monkeypatch):
+    store = MemoryStore()
+
+    async def fill(rig, session, _ns):
+        for number in range(4):
+            named = Namespace(model=f"model-{number}", geometry=SHAPE)
+            await rig.store(session, await rig.register(session, named), make_keys(1, namespace=named))
+        await rig.call(session, m.Flush(id=1))
+
+    run(fill, store=store)
+    monkeypatch.setattr(namespaces, "MAX_NAMESPACES", 2)
+
+    async def look():
+        async with Rig(store=MemoryStore(store)) as rig:
+            stats = rig.manager.stats()
+            assert (stats["recovered_blocks"], stats["recovery_dropped_blocks"]) == (2, 2)
+
+    asyncio.run(look())
