@@ -18,7 +18,6 @@ from kvtierd.protocol.messages import (
     AnyRequest,
     Commit,
     ErrorReply,
-    Get,
     Hello,
     HelloReply,
     Lookup,
@@ -97,8 +96,11 @@ class Dispatcher:
             late_ms = (now_ns - request.deadline_ns) / 1e6
             raise RequestError(ErrorCode.DEADLINE, f"the request was taken up {late_ms:.1f} ms after its deadline")
         check_frames(request, frames)
+        if peer.unsent_bytes >= self._limits.max_message_bytes:
+            message = f"{peer.unsent_bytes} bytes of earlier replies are not read yet"
+            raise RequestError(ErrorCode.BUSY, message, retry_after_ms=10)
         if kind not in _CHEAP:
-            self._check_load(peer, kind)
+            self._check_load(peer)
         answer = self._service.handle(peer.session, request, frames)
         if type(answer) is Answer:
             self._reply(peer, request, answer)
@@ -116,12 +118,9 @@ class Dispatcher:
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the daemon is stopping")
         return peer
 
-    def _check_load(self, peer: Peer, kind: type) -> None:
+    def _check_load(self, peer: Peer) -> None:
         if len(peer.tasks) >= self._limits.max_inflight:
             message = f"{len(peer.tasks)} requests of this session are in flight, which is the limit"
-            raise RequestError(ErrorCode.BUSY, message, retry_after_ms=10)
-        if kind is Get and peer.unsent_bytes >= self._limits.max_message_bytes:
-            message = f"{peer.unsent_bytes} bytes of earlier replies are not read yet"
             raise RequestError(ErrorCode.BUSY, message, retry_after_ms=10)
 
     def _hello(self, rid: bytes, request: Hello) -> None:

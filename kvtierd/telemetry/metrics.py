@@ -47,6 +47,7 @@ _ROWS = (
     Metric("onboarded_bytes", "counter", "bytes onboarded from disk"),
     Metric("onboard_failed_blocks", "counter", "blocks that the disk could not read now; they may be read later"),
     Metric("onboard_corrupt_blocks", "counter", "blocks on disk that failed their checksum; they are dropped"),
+    Metric("table_evicted_blocks", "counter", "blocks on disk forgotten because max_blocks was reached"),
     Metric("nvme_reclaimed_blocks", "counter", "copies lost because their segment was recycled"),
     Metric("write_queue_bytes", "gauge", "bytes waiting to be written to disk"),
     # What clients did

@@ -27,6 +27,9 @@ GONE: Final = 32
 PIECE_ROWS = 4096
 """Rows looked at in one piece of a pass over the table: well under a millisecond."""
 
+SWEEP_PIECES = 64
+"""Pieces that one search for rows to give up looks at."""
+
 
 class Blocks:
     """Rows of the block table by key. The `flags` column holds the residency mask and the marks above."""
@@ -36,6 +39,7 @@ class Blocks:
         self.pages = PageTable(self.table)
         self.copies = dict.fromkeys((TIER_GPU, TIER_HOST, TIER_NVME), 0)
         """How many blocks have a copy in each tier."""
+        self._hand = 0
 
     def find_prefix(self, keys: Keys, namespace: int) -> Rows:
         """Rows of the leading run of visible blocks."""
@@ -134,6 +138,22 @@ class Blocks:
             piece = slice(begin, min(begin + PIECE_ROWS, self.table.used_rows))
             mine = (self.table.namespace[piece] == namespace) & (self.table.flags[piece] & VISIBLE != 0)
             yield (np.flatnonzero(mine) + begin).astype(np.int32)
+
+    def sweep_bare(self, tier: int, count: int) -> Iterator[Rows]:
+        """Up to `count` visible rows whose only copy is in `tier` and that no move names, piece by piece.
+
+        A hand goes round the table, as in CLOCK: each call looks at a bounded part and goes on where the last ended.
+        """
+        for _ in range(SWEEP_PIECES):
+            if count <= 0 or not self.table.used_rows:
+                return
+            begin = self._hand if self._hand < self.table.used_rows else 0
+            end = min(begin + PIECE_ROWS, self.table.used_rows)
+            self._hand = end
+            bare = (self.table.flags[begin:end] & (RESIDENT | VISIBLE)) == (tier | VISIBLE)
+            idle = np.flatnonzero(bare & (self.table.moves[begin:end] == 0))[:count]
+            count -= idle.size
+            yield (idle + begin).astype(np.int32)
 
     def _free(self, rows: Rows) -> None:
         self.table.flags[rows] = 0

@@ -121,6 +121,17 @@ class Copies:
         self.blocks.drop(rows)
         self.blocks.end_move(rows)
 
+    def ensure_rows(self, count: int) -> None:
+        """Have `count` free rows where a bounded search finds blocks to forget: those that are on disk only."""
+        short = count - (self.blocks.table.capacity - len(self.blocks.table))
+        if short <= 0:
+            return
+        for rows in self.blocks.sweep_bare(TIER_NVME, short):
+            for number in np.unique(self.blocks.table.namespace[rows]).tolist():
+                mine = rows[self.blocks.table.namespace[rows] == number]
+                self.counters["table_evicted_blocks"] += mine.size
+                self.forget(self.namespaces[number], mine)
+
     def extent(self, row: int, entry: NamespaceEntry) -> Extent:
         """Where a row lies on disk."""
         table = self.blocks.table

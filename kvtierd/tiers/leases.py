@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import heapq
 from typing import Generic, Protocol, TypeVar
@@ -60,19 +61,24 @@ class _Expiring(Protocol):
 
 T = TypeVar("T", bound=_Expiring)
 
+SESSION_SHARE = 4
+"""One client gets at most this part of all leases, so that it cannot use up those of the others."""
+
 
 class Register(Generic[T]):
-    """Things with an id, an owner and an expiry, bounded in number. Ids never repeat."""
+    """Things with an id, an owner and an expiry, bounded in number, in all and for one owner. Ids never repeat."""
 
-    def __init__(self, limit: int, start: int = 1) -> None:
+    def __init__(self, limit: int) -> None:
         self.limit = limit
+        self.session_limit = max(1, limit // SESSION_SHARE)
         self.items: dict[int, T] = {}
         self._heap: list[tuple[int, int]] = []
-        self._next = start
+        self._next = 1
+        self._owned: collections.Counter[int] = collections.Counter()
 
-    def next_id(self) -> int | None:
-        """An id for the next one, or None when there are too many."""
-        if len(self.items) >= self.limit:
+    def next_id(self, session: int) -> int | None:
+        """An id for the next one of a session, or None when there are too many."""
+        if len(self.items) >= self.limit or self._owned[session] >= self.session_limit:
             return None
         self._next += 1
         return self._next - 1
@@ -80,6 +86,7 @@ class Register(Generic[T]):
     def add(self, item: T) -> None:
         """Keep an item until `remove`."""
         self.items[item.id] = item
+        self._owned[item.session] += 1
         if len(self._heap) > 2 * len(self.items) + 1024:
             # Most entries are of items long removed: a busy client with a long time to live would pile them up.
             self._heap = [(kept.expires_ns, kept.id) for kept in self.items.values() if kept.id != item.id]
@@ -94,6 +101,9 @@ class Register(Generic[T]):
     def remove(self, item: T) -> None:
         """Forget an item; its heap entry goes when it comes up."""
         del self.items[item.id]
+        self._owned[item.session] -= 1
+        if not self._owned[item.session]:
+            del self._owned[item.session]
 
     def expired(self, now_ns: int) -> list[T]:
         """Items whose time is up, each named once; they stay until removed."""

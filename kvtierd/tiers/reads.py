@@ -219,10 +219,11 @@ class Reads:
         """Make the lease; the slots come with one hold each, which ends here when there can be none."""
         if not slots.size:
             return Answer(AcquireReply(id=0, lease=0, count=0), [b"", b""])
-        lease_id = self.leases.next_id()
+        lease_id = self.leases.next_id(session.id)
         if lease_id is None:
             self._copies.host.release(cls, slots)
-            raise RequestError(ErrorCode.BUSY, f"{self.leases.limit} leases are out; release some", retry_after_ms=100)
+            message = f"too many leases are out ({self.leases.session_limit} a client); release some"
+            raise RequestError(ErrorCode.BUSY, message, retry_after_ms=100)
         ttl_ms = min(request.ttl_ms or self._limits.ttl_ms, self._limits.max_ttl_ms)
         expires_ns = self._clock.now_ns() + ttl_ms * 1_000_000
         self.leases.add(Lease(lease_id, session.id, cls, slots, expires_ns))

@@ -20,6 +20,9 @@ _log = logging.getLogger(__name__)
 BACKGROUND_EVICTIONS = 256
 """Most slots that one turn of the watermark frees: keeps a turn under a millisecond."""
 
+REGROW_TICKS = 100
+"""How often (5 s) the host tier tries again to get memory that it could not get."""
+
 HYSTERESIS = 0.05
 """A tier over its watermark is emptied this far below it, so that single blocks do not switch eviction on and off."""
 
@@ -33,6 +36,7 @@ class Room:
         self._marks = {"host": host_mark, "gpu": gpu_mark}
         self._active: dict[tuple[str, int], bool] = {}
         self._growth: asyncio.Task[None] | None = None
+        self._moved_at = -1
         self._chunk_added = asyncio.Event()
         self.chunk_gone: Callable[[int], None] = lambda _number: None
         """Told when a chunk leaves the arena, so that clients unmap it."""
@@ -49,7 +53,6 @@ class Room:
             if victims.size:
                 self.copies.evict_host(cls, victims)
                 slots = np.concatenate([slots, host.take_free(cls, victims.size)])
-        if slots.size < count:
             self._move_slab(cls)
         return slots
 
@@ -109,6 +112,11 @@ class Room:
     def keep_watermarks(self) -> None:
         """Evict from tiers over their watermark; call it every so often. Only copies that exist elsewhere go."""
         host, gpu = self.copies.host, self.copies.gpu
+        host.ticks += 1
+        if gpu is not None:
+            gpu.ticks += 1
+        if host.missing and not self.growing and host.ticks % REGROW_TICKS == 0:
+            self.grow()  # what failed for want of memory or descriptors may succeed now
         for cls in host.pool.classes:
             for_sure = self._over("host", cls, spare=len(host.spare) + len(host.missing))
             rows = self.copies.keep_elsewhere(host.pool.row[host.victims(cls, for_sure)], "host") if for_sure else None
@@ -148,8 +156,9 @@ class Room:
     def _move_slab(self, cls: SlotClass) -> None:
         """Free a chunk of a better-off class; it comes back as new memory, since clients have mapped the old one."""
         host = self.copies.host
-        if host.missing or host.spare:
-            return
+        if host.missing or host.spare or self._moved_at == host.ticks:
+            return  # one at a time, and at most one search in a turn of the ticker
+        self._moved_at = host.ticks
         slab = host.slab_to_take(cls)
         if slab is None:
             return
@@ -167,8 +176,10 @@ class Room:
         gpu = self.copies.gpu
         assert gpu is not None
         donor = next(other for other in gpu.pool.classes if slab in other.slabs)
-        slots = gpu.pool.slots_of(slab)
-        rows = gpu.pool.row[slots]
-        self.copies.drop_gpu(donor, rows[rows >= 0])
+        rows = gpu.pool.row[gpu.pool.slots_of(slab)]
+        rows = rows[rows >= 0]
+        if self.copies.keep_elsewhere(rows, "gpu").size < rows.size:
+            return  # some blocks are only there
+        self.copies.drop_gpu(donor, rows)
         gpu.pool.remove_slab(slab)
         gpu.spare.append(slab)

@@ -15,6 +15,12 @@ ORPHAN = -2
 MAX_SCAN = 4096
 """Slots that one search for victims looks at: bounds its time, whatever is held."""
 
+IDLE_TICKS = 100
+"""A class that was not used for this long (5 s) gives its slabs to classes that have to evict."""
+
+SLABS_LOOKED_AT = 32
+"""Slabs of a donor among which the emptiest is picked: bounds the time of one search."""
+
 
 class SlotTier:
     """Slots of one tier. A slot is free, or has a row, or is an orphan; holds keep it from changing hands.
@@ -26,6 +32,9 @@ class SlotTier:
         self.pool = SlotPool(slab_bytes, slabs_max)
         self.policy = policy
         self.spare: list[int] = []
+        self.ticks = 0
+        """Turns of the manager's ticker: a clock that is exact enough to tell who is idle."""
+        self._used_at: dict[int, int] = {}
 
     def class_for(self, slot_bytes: int, layers: int, tenant: str) -> SlotClass:
         """Class of a slot shape."""
@@ -53,10 +62,12 @@ class SlotTier:
         """Filled slots become their rows' copies; the holds of `take_free` go on until `release`."""
         self.pool.row[slots] = rows
         self.policy.inserted(cls.id, slots)
+        self._used_at[cls.id] = self.ticks
 
     def touch(self, cls: SlotClass, slots: Slots) -> None:
         """The blocks in these slots, in prefix order, were used."""
         self.policy.accessed(cls.id, slots)
+        self._used_at[cls.id] = self.ticks
 
     def disown(self, cls: SlotClass, slots: Slots) -> None:
         """Slots that had rows have none any more: free now where nobody holds them, else with the last hold."""
@@ -91,18 +102,29 @@ class SlotTier:
         return sum(cls.used * cls.slot_bytes for cls in self.pool.classes)
 
     def slab_to_take(self, cls: SlotClass) -> int | None:
-        """Pick a slab of a class that has more slabs than `cls`, with no hold in it: the emptiest one.
+        """Pick a slab that another class should give to `cls`, with no hold in it: the emptiest of those looked at.
 
-        Fairness between models of different block sizes: a class can always get as many slabs as any other has.
+        Fairness between models of different block sizes: a class can get as many slabs as any other has, and any slab
+        of a class that nobody has used for a while.
         """
-        donors = [other for other in self.pool.classes if len(other.slabs) > len(cls.slabs) + 1 or not cls.slabs]
+        donors = [
+            other for other in self.pool.classes if other is not cls and other.slabs and self._should_give(other, cls)
+        ]
         best: tuple[int, int] | None = None
-        for donor in sorted(donors, key=lambda other: -len(other.slabs))[:1]:
-            for slab in donor.slabs:
+        for donor in sorted(donors, key=lambda other: (not self._is_idle(other), -len(other.slabs))):
+            for slab in donor.slabs[:SLABS_LOOKED_AT]:
                 slots = self.pool.slots_of(slab)
                 if self.pool.holds[slots].any():
                     continue
                 used = int((self.pool.row[slots] != NO_SLOT).sum())
                 if best is None or used < best[0]:
                     best = (used, slab)
-        return best[1] if best else None
+            if best is not None:
+                return best[1]
+        return None
+
+    def _should_give(self, donor: SlotClass, cls: SlotClass) -> bool:
+        return len(donor.slabs) > len(cls.slabs) + 1 or not cls.slabs or self._is_idle(donor)
+
+    def _is_idle(self, cls: SlotClass) -> bool:
+        return self.ticks - self._used_at.get(cls.id, 0) > IDLE_TICKS

@@ -167,17 +167,18 @@ class Writes:
         if self.closed:
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the daemon is stopping and takes no more stores")
         copies = self._copies
-        number = self.reservations.next_id()
+        number = self.reservations.next_id(session)
         if number is None:
-            raise RequestError(
-                ErrorCode.BUSY, f"{self.reservations.limit} reservations are open", retry_after_ms=RETRY_MS
-            )
+            message = f"too many reservations are open ({self.reservations.session_limit} a client)"
+            raise RequestError(ErrorCode.BUSY, message, retry_after_ms=RETRY_MS)
         status = np.full(len(keys), SLOT_EXISTS, np.uint8)
+        copies.ensure_rows(len(keys))
         rows, position = copies.blocks.add(keys, entry.number, WRITING)
         chain = rows
         if rows.size < len(keys):  # some are there, or the table is full: ask which
             chain = copies.blocks.pages.lookup(keys, entry.number)
             status[chain < 0] = SLOT_BUSY
+            copies.counters["busy_stores"] += int((chain < 0).sum())
         copies.blocks.link(chain)
         cls = copies.host_class(entry)
         slots = self._room.take_host(cls, rows.size)
