@@ -20,6 +20,7 @@ from kvtierd.core.errors import ErrorCode, ExitCode, RequestError, StartupError
 from kvtierd.protocol.codec import HeaderError, decode_request
 from kvtierd.protocol.dispatch import Dispatcher
 from kvtierd.protocol.endpoint import ARENA_NAME, SOCKET_NAME, prepare_path, set_mode
+from kvtierd.protocol.gate import ConnectionGate, connections_max
 from kvtierd.protocol.handover import ArenaListener
 from kvtierd.protocol.messages import (
     MAX_BATCH,
@@ -97,6 +98,7 @@ class Server:
         except StartupError:
             self._context.term()
             raise
+        self._gate = ConnectionGate(self._socket, self.path, connections_max())
         self._outbox = Outbox(self._socket, self.counters, self._after_send)
         self._dispatcher = self._make_dispatcher()
         self._fd = int(self._socket.getsockopt(zmq.FD))
@@ -153,6 +155,7 @@ class Server:
             return
         self._running = False
         self._loop.remove_reader(self._fd)
+        self._gate.close()
         if self._sweeper is not None:
             self._sweeper.cancel()
         await self._dispatcher.cancel()
