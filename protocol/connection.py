@@ -6,6 +6,7 @@ descriptor. States: *down* (no session: calls fail fast, each takes one cheap st
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -87,6 +88,8 @@ class Connection:
         path_of(endpoint)
         self.endpoint = endpoint
         self.name = name
+        self.lock = threading.RLock()
+        """Held around everything that touches the socket: a message of several frames must not be interleaved."""
         self.counters: Counter[str] = Counter()
         self.up = False
         self.silent = False
@@ -158,6 +161,7 @@ class Connection:
 
     def abandon(self) -> None:
         """After a fork, in the child: the socket, the session and all that waits belong to the parent."""
+        self.lock = threading.RLock()  # the parent's may have been held by a thread that does not exist here
         self._socket = None
         self._context = None
         self.up = False

@@ -97,6 +97,7 @@ class SessionTable:
         if request.resume and (peer := self._by_token.get(request.resume)) is not None:
             self.by_rid.pop(peer.rid, None)
             peer.rid = rid
+            peer.seen_ns = self._clock.now_ns()
             self.by_rid[rid] = peer
             return peer
         return self._open(rid, request)

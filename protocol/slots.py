@@ -228,10 +228,12 @@ class SlotPlans:
 
     def abort(self, number: int, session_no: int) -> None:
         """Give a reservation back; where the daemon is away, as soon as the session goes on."""
-        if not number or session_no != self._connection.session_no:
-            return
-        if not self._connection.post(Abort(id=0, reservation=number)):
-            self._connection.orphans.append((session_no, number))
+        # Plans call this between their steps, where nobody holds the lock for them.
+        with self._connection.lock:
+            if not number or session_no != self._connection.session_no:
+                return
+            if not self._connection.post(Abort(id=0, reservation=number)):
+                self._connection.orphans.append((session_no, number))
 
     def acquire(
         self, handle: NamespaceHandle, keys: Keys, *, ttl_ms: int, verify: bool, deadline_ns: int
@@ -275,8 +277,9 @@ class SlotPlans:
 
     def release(self, number: int, session_no: int) -> None:
         """End a lease without waiting; one that the daemon never hears of expires."""
-        if number and session_no == self._connection.session_no:
-            self._connection.post(Release(id=0, leases=[number], quiet=True))
+        with self._connection.lock:
+            if number and session_no == self._connection.session_no:
+                self._connection.post(Release(id=0, leases=[number], quiet=True))
 
     def copy_out(self, lease: Leased, out: Bytes, handle: NamespaceHandle, *, verify: bool) -> Plan[int]:
         """Copy a lease's blocks; how many leading ones are good."""

@@ -53,7 +53,7 @@ class Driver:
         _drivers.add(self)
 
     def _reset(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = self._connection.lock
         self._tried = False
         self._leader: Waiter | None = None
         self._followers: list[Waiter] = []
@@ -107,8 +107,8 @@ class Driver:
     def after_fork(self) -> None:
         """In the child: nothing of the parent's is touched, and nobody waits."""
         self._close_wake_fd()
-        self._reset()
         self._connection.abandon()
+        self._reset()
         for function in self._on_fork:
             function()
 

@@ -55,6 +55,8 @@ def _make(folder: Path, mode: int, what: str) -> None:
         if missing:
             folder.chmod(mode)  # mkdir's own mode is cut by the umask
         status = folder.stat()
+    except FileExistsError as error:
+        raise StartupError(ExitCode.IO, f"the {what} {folder} is a file; name a directory") from error
     except OSError as error:
         raise StartupError(ExitCode.IO, f"the {what} {folder} cannot be made: {error.strerror}") from error
     if not os.access(folder, os.W_OK | os.X_OK):
