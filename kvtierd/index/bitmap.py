@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from kvtierd.core.units import align_up
 from kvtierd.index.bit_runs import (
     FAN_OUT,
     FIRST,
@@ -74,7 +75,7 @@ def _write_range(words: Words, nodes: Nodes, levels: Levels, begin: int, end: in
     rebuild(words, nodes, levels, begin // LEAF_BITS, last // LEAF_WORDS + 1)
 
 
-@compiled(types.int64(WORDS, NODES, LEVELS, types.int64))
+@subroutine
 def _count_below(words: Words, nodes: Nodes, levels: Levels, end: int) -> Word:
     """Set positions below `end`: whole nodes left of it on every level, then whole words, then bits."""
     count, leaf = np.int64(0), end // LEAF_BITS
@@ -88,6 +89,12 @@ def _count_below(words: Words, nodes: Nodes, levels: Levels, end: int) -> Word:
     if end % WORD_BITS:
         count += count_bits(words[end // WORD_BITS] & mask_below(end % WORD_BITS))
     return count
+
+
+@compiled(types.int64(WORDS, NODES, LEVELS, types.int64, types.int64))
+def _count_between(words: Words, nodes: Nodes, levels: Levels, begin: int, end: int) -> int:
+    """Set positions in begin..end-1."""
+    return int(_count_below(words, nodes, levels, end) - _count_below(words, nodes, levels, begin))
 
 
 @subroutine
@@ -201,6 +208,12 @@ class HierarchicalBitmap:
         if filled:
             self.set_range(0, capacity)
 
+    def nbytes(self, positions: int) -> int:
+        """RAM that bits and summaries of positions below `positions` take, in whole pages."""
+        leaves = -(-positions // LEAF_BITS)
+        upper = self._nodes.nbytes - int(self._levels[1:2].sum()) * self._nodes.strides[0]
+        return align_up(leaves * LEAF_BITS // 8) + align_up(leaves * self._nodes.strides[0]) + align_up(upper)
+
     def set(self, positions: Positions) -> int:
         """Set positions ([n], any order); returns how many were clear."""
         return self._write(positions, value=True)
@@ -237,8 +250,7 @@ class HierarchicalBitmap:
         """How many of begin..end-1 are set (up to the capacity if `end` is None)."""
         end = self.capacity if end is None else end
         self._check_range(begin, end)
-        upto = _count_below(self._words, self._nodes, self._levels, end)
-        return int(upto - _count_below(self._words, self._nodes, self._levels, begin) if begin else upto)
+        return _count_between(self._words, self._nodes, self._levels, begin, end)
 
     def find_first(self, start: int = 0) -> int:
         """First set position from `start` on, or -1."""

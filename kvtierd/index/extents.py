@@ -13,6 +13,7 @@ from numba import types
 from kvtierd.index.jit import Word, compiled, helper
 from kvtierd.index.layout import ROW_NUMBERS, Rows
 
+GRANULE_TOKENS = 64
 BEGIN, LENGTH, PLACE, OFFSET = range(4)
 """Columns of an extent: first granule, number of granules (0 for a free number), place, first granule within it."""
 ABSENT = -1
@@ -21,6 +22,7 @@ ABSENT = -1
 EXTENTS = types.int32[:, ::1]
 USES = types.uint32[::1]
 COUNTS = types.int64[::1]
+TABLE = types.int64[:, ::1]
 Extents = npt.NDArray[np.int32]
 Uses = npt.NDArray[np.uint32]
 Counts = npt.NDArray[np.int64]
@@ -76,16 +78,30 @@ def overlapping(owner: Rows, extents: Extents, begin: int, end: int, out: Rows) 
     return found
 
 
-@compiled(types.int64(ROW_NUMBERS, EXTENTS, types.int64, types.int64, types.int64[:, ::1]))
+@compiled(types.int64(ROW_NUMBERS, EXTENTS, types.int64, types.int64, TABLE))
 def placed(owner: Rows, extents: Extents, begin: int, end: int, out: Counts) -> Word:
-    """Columns of the extents that overlap granules begin..end-1 and lie somewhere, in order; returns how many."""
+    """Columns, in tokens, of the extents that overlap granules begin..end-1 and lie somewhere; returns how many."""
     found, granule = 0, begin
     while granule < end:
-        extent = extents[owner[granule]]
-        if extent[PLACE] >= 0:
-            out[found] = extent
+        number = owner[granule]
+        first, length = extents[number, BEGIN], extents[number, LENGTH]
+        if extents[number, PLACE] >= 0:
+            out[found, BEGIN], out[found, LENGTH] = first * GRANULE_TOKENS, length * GRANULE_TOKENS
+            out[found, PLACE], out[found, OFFSET] = extents[number, PLACE], extents[number, OFFSET] * GRANULE_TOKENS
             found += 1
-        granule = extent[BEGIN] + extent[LENGTH]
+        granule = first + length
+    return found
+
+
+@compiled(types.int64(ROW_NUMBERS, types.int64, types.int64, TABLE))
+def of_rows(rows: Rows, first: int, tokens: int, out: Counts) -> Word:
+    """The same of blocks of `tokens` each, from number `first` on, that are extents at their rows."""
+    found = 0
+    for index in range(rows.size):
+        if rows[index] >= 0:
+            out[found, BEGIN], out[found, LENGTH] = (first + index) * tokens, tokens
+            out[found, PLACE], out[found, OFFSET] = rows[index], 0
+            found += 1
     return found
 
 

@@ -2,6 +2,10 @@
 
 No insertion pays for a rehash, memory follows the number of keys, and a lookup never sees two tables. A split halves
 one bucket, so that the split ones are emptier than the others until all are; two choices of bucket even that out.
+
+The table does not shrink. Its buckets are an eighth of what a block takes, and the rest, rows of the block table that
+others know by their numbers, could not shrink with it; a cache is full most of its life, and the entries of a bucket to
+be merged may find no place, which would leave a shrinking table stuck at it.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvtierd.core.units import align_up
 from kvtierd.index import extents as steps
-from kvtierd.index.extents import BEGIN, FRESH, GRANULES, LENGTH, OFFSET, Counts, Extents, Uses
+from kvtierd.index.extents import BEGIN, FRESH, GRANULE_TOKENS, GRANULES, LENGTH, OFFSET, Counts, Extents, Uses
 from kvtierd.index.layout import Rows
 from kvtierd.index.memory import reserve
 
-GRANULE_TOKENS = 64
 EXTENT_GRANULES_MAX = 8
 GRANULES_MAX = 1 << 24
 """A billion tokens."""
@@ -88,9 +88,7 @@ class HybridIndex:
         """`describe` of those of them that lie somewhere (not at ABSENT), in order."""
         first, last = self._span(begin, end)
         out = np.empty((last - first, 4), np.int64)
-        out = out[: steps.placed(self._owner, self._extents, first, last, out)]
-        out[:, [BEGIN, LENGTH, OFFSET]] *= GRANULE_TOKENS
-        return out
+        return out[: steps.placed(self._owner, self._extents, first, last, out)]
 
     def describe(self, extents: Rows) -> Counts:
         """Columns of extents ([n, 4] int64): first token, tokens, place, offset in the place in tokens."""
@@ -133,6 +131,12 @@ class HybridIndex:
         begin, length = self._extents[extent, [BEGIN, LENGTH]]
         return self._uses[begin : begin + length].copy()
 
+    def nbytes(self) -> int:
+        """RAM of what is in use, in whole pages."""
+        granules, extents = int(self._counts[GRANULES]), int(self._counts[FRESH])
+        per_extent = self._extents.strides[0]
+        return 2 * align_up(granules * self._owner.itemsize) + align_up(extents * per_extent)
+
     def _granules_of(self, tokens: int) -> int:
         if tokens % GRANULE_TOKENS or not 1 <= tokens // GRANULE_TOKENS <= EXTENT_GRANULES_MAX:
             most = EXTENT_GRANULES_MAX * GRANULE_TOKENS
@@ -142,7 +146,8 @@ class HybridIndex:
     def _span(self, begin: int, end: int) -> tuple[int, int]:
         if not 0 <= begin <= end <= self.tokens:
             raise ValueError(f"tokens {begin}..{end} are not within 0..{self.tokens}")
-        return begin // GRANULE_TOKENS, max(begin // GRANULE_TOKENS, -(-end // GRANULE_TOKENS))
+        first = begin // GRANULE_TOKENS
+        return first, -(-end // GRANULE_TOKENS) if begin < end else first
 
     def _check(self, extents: Rows) -> None:
         known = extents[(extents >= 0) & (extents < self._counts[FRESH])]

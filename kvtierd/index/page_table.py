@@ -7,11 +7,12 @@ full buckets, `growth` adds buckets.
 from __future__ import annotations
 
 import secrets
+from typing import Protocol
 
 import numpy as np
 
 from kvtierd.index import growth, probe, update
-from kvtierd.index.block_table import NO_NAMESPACE, ROWS_AHEAD, BlockTable
+from kvtierd.index.block_table import NO_NAMESPACE, ROWS_AHEAD
 from kvtierd.index.layout import (
     BUCKETS,
     BUCKETS_MAX,
@@ -35,10 +36,19 @@ from kvtierd.index.layout import (
     TOUCHED_MAX,
     Keys,
     Rows,
+    Words,
 )
 from kvtierd.index.memory import Backing, reserve
 
 INITIAL_BUCKETS = 16
+
+
+class Keyed(Protocol):
+    """What holds the keys: [capacity, 8] uint64, of each row its key in words 0..3, its namespace number in bits
+    32..47 of word 6."""
+
+    capacity: int
+    records: Words
 
 
 class PageTable:
@@ -48,7 +58,7 @@ class PageTable:
     loop); they run without the GIL. `secret` (16 bytes) seeds the hash; only tests give one.
     """
 
-    def __init__(self, blocks: BlockTable, secret: bytes | None = None) -> None:
+    def __init__(self, blocks: Keyed, secret: bytes | None = None) -> None:
         self._records = blocks.records
         buckets_max = max(INITIAL_BUCKETS, -(-blocks.capacity * growth.LOAD_OF // (growth.LOAD_AT_CAPACITY * SLOTS)))
         self._table = reserve((HEADER_LINES + buckets_max, LINE_BYTES // 8), np.uint64)
@@ -61,9 +71,14 @@ class PageTable:
         """Blocks in the table."""
         return int(self._table[0, COUNT])
 
+    @property
+    def words(self) -> Words:
+        """The table's memory, as `layout` describes it, for compiled code that works on it."""
+        return self._table
+
     def lookup(self, keys: Keys, namespace: int) -> Rows:
         """Rows of `keys` ([n, 32] uint8, contiguous): [n] int32, -1 where the namespace has no such block."""
-        self._check(namespace)
+        self.check_namespace(namespace)
         rows = np.empty(len(keys), np.int32)
         probe.lookup(self._table, self._records, keys, namespace, rows)
         return rows
@@ -73,7 +88,7 @@ class PageTable:
 
         It stops at the first miss: whatever the number of keys, at most hit + 32 of them are looked at.
         """
-        self._check(namespace)
+        self.check_namespace(namespace)
         rows = np.empty(len(keys), np.int32)
         hit = probe.prefix(self._table, self._records, keys, namespace, rows)
         return hit, rows[:hit]
@@ -103,7 +118,8 @@ class PageTable:
         return deleted
 
     @staticmethod
-    def _check(namespace: int) -> None:
+    def check_namespace(namespace: int) -> None:
+        """Raise ValueError for what is no namespace number."""
         if not 0 <= namespace < NO_NAMESPACE:
             raise ValueError(f"namespace number is {namespace}; it must be in 0..{NO_NAMESPACE - 1}")
 

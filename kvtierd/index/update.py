@@ -7,7 +7,15 @@ from numba import types
 
 from kvtierd.index.displace import LINE_SHIFT, displace, hash_row, place
 from kvtierd.index.growth import drain_stash, grow, split_some
-from kvtierd.index.intrinsics import count_bits, load_u64, lowest_bit, match_lanes, prefetch, store_u64
+from kvtierd.index.intrinsics import (
+    count_bits,
+    load_u64,
+    lowest_bit,
+    match_lanes,
+    prefetch,
+    store_i32,
+    store_u64,
+)
 from kvtierd.index.jit import Word, compiled, helper, subroutine
 from kvtierd.index.layout import (
     BUCKETS,
@@ -17,6 +25,7 @@ from kvtierd.index.layout import (
     MASK,
     REFUSED,
     ROW_NUMBERS,
+    ROWS,
     SLOTS,
     STASH_AT,
     STASHED,
@@ -76,7 +85,7 @@ def _insert_one(table: Words, records: Words, hashed: Word, row: Word) -> Word:
 
 
 @subroutine
-def _start_chunk(table: Words, records: Words, rows: Rows, begin: Word, end: Word) -> None:
+def start_chunk(table: Words, records: Words, rows: Rows, begin: Word, end: Word) -> None:
     """Hash the keys of some rows and prefetch their buckets."""
     for i in range(begin, end):
         prefetch(records, np.int64(rows[i]) << 6)
@@ -104,7 +113,7 @@ def insert(table: Words, records: Words, rows: Rows, out: Rows) -> bool:
         return False
     for begin in range(0, rows.size, CHUNK):
         end = min(begin + CHUNK, rows.size)
-        _start_chunk(table, records, rows, begin, end)
+        start_chunk(table, records, rows, begin, end)
         for i in range(begin, end):
             hashed = load_u64(table, HASHES_AT + ((i - begin) << 3))
             out[i] = _insert_one(table, records, hashed, rows[i])
@@ -112,27 +121,46 @@ def insert(table: Words, records: Words, rows: Rows, out: Rows) -> bool:
 
 
 @helper
-def _clear(table: Words, at: Word, tag: Word, row: Word) -> bool:
+def _slot_of(table: Words, at: Word, tag: Word, row: Word) -> Word:
+    """Slot of a row in a bucket, SLOTS where it is not there."""
     found = match_lanes(table, at, tag)
     while found:
         slot = U64(lowest_bit(found))
         if row_of(table, at, slot) == row:
-            set_slot(table, at, slot, U64(0), U64(0), np.int32(0))
-            return True
+            return slot
         found &= found - U64(1)
-    return False
+    return U64(SLOTS)
 
 
 @subroutine
-def _delete_one(table: Words, hashed: Word, row: Word) -> bool:
+def _locate(table: Words, hashed: Word, row: Word) -> tuple[Word, Word]:
+    """Bucket and slot of a row; the slot is SLOTS where it is not in the table."""
     tag = tag_of(hashed)
     first, second = buckets_of(hashed, table[0, BUCKETS], table[0, MASK])
-    if _clear(table, first, tag, row) or _clear(table, second, tag, row):
-        return True
-    if not _clear(table, U64(STASH_AT), tag, row):
+    for bucket in (first, second):
+        slot = _slot_of(table, bucket, tag, row)
+        if slot < U64(SLOTS):
+            return bucket, slot
+    return U64(STASH_AT), _slot_of(table, U64(STASH_AT), tag, row)
+
+
+@subroutine
+def delete_one(table: Words, hashed: Word, row: Word) -> bool:
+    """Take a row out; False where it was not in. The caller counts."""
+    bucket, slot = _locate(table, hashed, row)
+    if slot == U64(SLOTS):
         return False
-    table[0, STASHED] -= U64(1)
+    set_slot(table, bucket, slot, U64(0), U64(0), np.int32(0))
+    if bucket == U64(STASH_AT):
+        table[0, STASHED] -= U64(1)
     return True
+
+
+@subroutine
+def replace_one(table: Words, hashed: Word, row: Word, successor: Word) -> None:
+    """Let another row with the same key and namespace have the place of one that is in."""
+    bucket, slot = _locate(table, hashed, row)
+    store_i32(table, bucket + U64(ROWS) + (slot << U64(2)), successor)
 
 
 @compiled(types.int64(WORDS, WORDS, ROW_NUMBERS))
@@ -144,9 +172,9 @@ def delete(table: Words, records: Words, rows: Rows) -> int:
     deleted = 0
     for begin in range(0, rows.size, CHUNK):
         end = min(begin + CHUNK, rows.size)
-        _start_chunk(table, records, rows, begin, end)
+        start_chunk(table, records, rows, begin, end)
         for i in range(begin, end):
-            deleted += int(_delete_one(table, load_u64(table, HASHES_AT + ((i - begin) << 3)), rows[i]))
+            deleted += int(delete_one(table, load_u64(table, HASHES_AT + ((i - begin) << 3)), rows[i]))
     table[0, COUNT] -= U64(deleted)
     if table[0, STASHED] and deleted:
         drain_stash(table, records)
