@@ -13,7 +13,7 @@ BENCHES: dict[str, str] = {
     "host": "2 MiB blocks through the arena against plain copies",
     "nvme": "2 MiB blocks offloaded and onboarded against fio",
     "prefetch": "a cold sequential read with the prefetch window against one without",
-    "index": "lookups in the page table against bare memory and a dict; its memory and its pauses",
+    "index": "the page table against bare memory and a dict; its memory and pauses; the adaptive front",
     "start": "spawn to ready, and resident memory",
     "demo": "time to first token of a real model against its cold prefill (wants the extra `demo`)",
 }

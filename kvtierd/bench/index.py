@@ -1,17 +1,19 @@
-"""`kvtierctl bench index`: the page table by itself, and what it takes in memory.
+"""`kvtierctl bench index`: the page table by itself, what it takes in memory, and the adaptive front on top.
 
 What is compared: lookups of 4,096 keys a call in a table 95% full, nine of ten of them found, each by its whole key and
 namespace, on one core. The first reference is NumPy gathering one 64-byte line at random for each of these keys from as
 much memory as the table and its records take: what the memory of this machine gives without any table. The second is a
 Python dict of the same keys as bytes. Growth is one insertion of 32 blocks after the other, each step at its fastest of
-several replays of the same work: what is left is the table's own, not what else ran on the machine.
+several replays of the same work: what is left is the table's own, not what else ran on the machine. Last come the
+schemes of the adaptive front for sequences of several lengths in blocks of 64 tokens, probing the page table as the
+reference, and what the choice between them is made of.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -22,6 +24,8 @@ from kvtierd.bench.smaps import resident_bytes
 from kvtierd.config.schema import Host
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.units import GIB, PAGE_BYTES
+from kvtierd.index.crossover import MEASURED, Scheme
+from kvtierd.index.frontbench import BLOCK_TOKENS, RANGE_POSITIONS, FrontBench
 from kvtierd.index.selfbench import LookupBench, growth
 from kvtierd.policy.eviction import LruEviction
 from kvtierd.tiers.host_tier import HostTier
@@ -35,6 +39,7 @@ BYTES_A_KEY = 700
 """What the bench takes for one key at most: the table, the lines to gather, and the dict with its keys as bytes."""
 _GATHER = "NumPy's random gather of a 64-byte line a key"
 _DICT = "Python dict of bytes"
+_USED = "what the front reckons with"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,9 +52,13 @@ class Sizes:
     grow_to: int = 8_000_000
     replays: int = 5
     host_bytes: int = 16 * GIB
+    others: int = 4_000_000
+    """Blocks beside those of the sequences that the front is asked about."""
+    front_rounds: int = 15
+    tokens: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
 
 
-QUICK = Sizes(keys=2_000_000, rounds=3, grow_to=2_500_000, host_bytes=4 * GIB)
+QUICK = Sizes(keys=2_000_000, rounds=3, grow_to=2_500_000, host_bytes=4 * GIB, others=1_000_000, front_rounds=7)
 
 
 def rows(options: Options) -> Iterator[Row]:
@@ -67,6 +76,7 @@ def rows_of(sizes: Sizes) -> Iterator[Row]:
     yield from _memory(bench.bytes_per_block(), slot_bytes)
     del bench
     yield from _growth(sizes)
+    yield from _front(FrontBench(sizes.others, sizes.front_rounds), sizes.tokens)
 
 
 def _lookups(bench: LookupBench, rounds: int) -> Iterator[Row]:
@@ -119,3 +129,42 @@ def _growth(sizes: Sizes) -> Iterator[Row]:
     yield make_row("index", f"longest step of any of {sizes.replays} replays", grown.pause_once_ms, "ms")
     yield make_row("index", f"insertions while {of}", grown.inserts_per_second / 1e6, "M keys/s")
     yield make_row("index", "keys refused meanwhile", float(grown.refused), "keys", goal="<= 0")
+
+
+_MEASURES = (
+    ("lookup_ns", "row of a position", "ns"),
+    ("count_ns", "present in {span:,} positions", "ns"),
+    ("extents_ns", "extents of {span:,} positions", "ns"),
+    ("block_bytes", "RAM of a block", "bytes"),
+    ("pause_ms", "longest pause while it grows", "ms"),
+)
+"""Figures of a scheme: field, what it is, unit."""
+_COSTS = (
+    ("probe_ns", "probing a position"),
+    ("track_ns", "tracking a position"),
+    ("begin_ns", "beginning to track"),
+    ("update_ns", "a tracked block that comes or goes"),
+)
+
+
+def _front(bench: FrontBench, lengths: Sequence[int]) -> Iterator[Row]:
+    """The three schemes side by side, probing as the reference; then the costs that the front's choice is made of."""
+    for tokens in lengths:
+        figures = bench.figures(tokens)
+        span = min(RANGE_POSITIONS, tokens // BLOCK_TOKENS)
+        for field, measure, unit in _MEASURES:
+            what, probed = measure.format(span=span), getattr(figures[Scheme.CUCKOO], field)
+            yield make_row("index", f"front, {tokens:,} tokens, cuckoo: {what}", probed, unit)
+            for scheme in (Scheme.BITMAP, Scheme.HYBRID):
+                metric = f"front, {tokens:,} tokens, {scheme.name.lower()}: {what}"
+                value = getattr(figures[scheme], field)
+                yield make_row("index", metric, value, unit, reference=probed, reference_name="cuckoo")
+    costs = bench.costs(lengths[-1])
+    for field, what in _COSTS:
+        used = getattr(MEASURED, field)
+        value = getattr(costs, field)
+        yield make_row("index", f"front, cost of {what}", value, "ns", reference=used, reference_name=_USED)
+    for tokens in lengths:
+        positions = tokens // BLOCK_TOKENS
+        questions = costs.price_ns(positions) / (costs.probe_ns * min(positions, RANGE_POSITIONS))
+        yield make_row("index", f"front, {tokens:,} tokens: questions until tracking has paid", questions, "questions")

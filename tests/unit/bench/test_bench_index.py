@@ -6,7 +6,17 @@ from kvtierd.bench import index
 from kvtierd.bench.index import Sizes, rows_of, slot_ram_bytes
 from kvtierd.core.units import GIB
 
-TINY = Sizes(keys=20_000, rounds=1, grow_from=1000, grow_to=20_000, replays=2, host_bytes=GIB)
+TINY = Sizes(
+    keys=20_000,
+    rounds=1,
+    grow_from=1000,
+    grow_to=20_000,
+    replays=2,
+    host_bytes=GIB,
+    others=5000,
+    front_rounds=2,
+    tokens=(640, 64_000),
+)
 TIMED = ("M keys/s", "ms")
 
 
