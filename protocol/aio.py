@@ -225,11 +225,14 @@ class AsyncReservation(ReservedSlots):
         *,
         sums: Sums | None = None,
         verify: bool = False,
+        wait: bool = True,
         timeout_s: float | None = None,
     ) -> int:
         """As `Reservation.commit`."""
         deadline_ns = self._deadline_ns(timeout_s)
-        plan = self._plans.commit(self._grant, self.namespace, index, sums, verify=verify, deadline_ns=deadline_ns)
+        plan = self._plans.commit(
+            self._grant, self.namespace, index, sums, verify=verify, wait=wait, deadline_ns=deadline_ns
+        )
         reply = await self._driver.run(plan)
         return reply.committed + reply.existed
 

@@ -24,6 +24,7 @@ from kvtierd.protocol.messages import (
     AcquireReply,
     AnyReply,
     AnyRequest,
+    CommitReply,
     ErrorReply,
     Hello,
     HelloReply,
@@ -44,6 +45,7 @@ QUEUE_MESSAGES = 8192
 """ZeroMQ's high-water mark: over what all threads together leave unanswered."""
 MAX_HELLOS = 16
 MAX_ORPHANS = 4096
+MAX_HANDED_OVER = 1024
 ZERO_COPY_BYTES = 128 << 10
 """As in the server: sharing memory with ZeroMQ is dearer than a small copy."""
 
@@ -112,6 +114,8 @@ class Connection:
         """(session_no, reservation) that must be aborted when the session goes on."""
         self._next_id = 1
         self._pending: dict[int, Pending] = {}
+        self._handed_over: dict[int, int] = {}
+        """Blocks of Commits that nobody waits for, by request."""
         self._hello_ids: list[int] = []
         self._hello_ns = 0
         self._opened_ns = 0
@@ -169,6 +173,7 @@ class Connection:
         self.session_no += 1
         self.numbers = {}
         self._pending.clear()
+        self._handed_over.clear()
         self._hello_ids.clear()
         self.orphans.clear()
 
@@ -229,6 +234,8 @@ class Connection:
         if reply.token != self.token or reply.epoch != self.epoch:
             self.session_no += 1
             self.numbers = {}
+            self.counters["stores_dropped_unavailable"] += sum(self._handed_over.values())
+            self._handed_over.clear()
         self.epoch, self.token, self.arena_path = reply.epoch, reply.token, reply.arena
         self.max_batch, self.max_message_bytes = reply.max_batch, reply.max_message_bytes
         self.up = True
@@ -261,6 +268,17 @@ class Connection:
         request.id = 0
         request.epoch = self.epoch
         return self._transmit(encode(request), ())
+
+    def hand_over(self, request: AnyRequest, frames: Sequence[Frame], blocks: int) -> bool:
+        """Send a Commit whose answer is only counted, whenever it comes; False when it could not be sent."""
+        if not self.up or len(self._handed_over) >= MAX_HANDED_OVER:
+            return False
+        request.id = number = self._take_id()
+        request.epoch = self.epoch
+        if not self._transmit(encode(request), frames):
+            return False
+        self._handed_over[number] = blocks
+        return True
 
     def forget(self, group: Group) -> None:
         """Nobody waits for a group any more: a reply that comes now is late, and what it granted is given back."""
@@ -311,6 +329,11 @@ class Connection:
             case ErrorReply() if reply.id in self._hello_ids:
                 self._hello_ids.clear()
                 self.refusal = RequestError(reply.code, reply.message, reply.retry_after_ms)
+            case CommitReply() if reply.id in self._handed_over:
+                missing = self._handed_over.pop(reply.id) - reply.committed - reply.existed
+                self.counters["stores_dropped_refused"] += missing
+            case ErrorReply() if reply.id in self._handed_over:
+                self.counters["stores_dropped_refused"] += self._handed_over.pop(reply.id)
             case ReserveReply() if reply.reservation and reply.epoch == self.epoch:
                 self.counters["late_replies"] += 1
                 self._give_back(Abort(id=0, reservation=reply.reservation))

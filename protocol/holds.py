@@ -69,6 +69,7 @@ class Reservation(ReservedSlots):
         *,
         sums: Sums | None = None,
         verify: bool = False,
+        wait: bool = True,
         timeout_s: float | None = None,
     ) -> int:
         """Make blocks visible; how many are now, whoever stored them.
@@ -76,9 +77,14 @@ class Reservation(ReservedSlots):
         `index` names them by position, None takes all that were granted and not committed yet. `sums` are their layer
         sums ([len(index), layers] u64) where the writer has them; otherwise they are hashed here. Blocks that are not
         named stay reserved. Raises ValueError for a block that was not granted.
+
+        `wait=False` hands the blocks over and returns how many without waiting for the answer: later calls of this
+        client find them, and `client.counters["stores_dropped_refused"]` tells what the daemon did not take.
         """
         deadline_ns = self._deadline_ns(timeout_s)
-        plan = self._plans.commit(self._grant, self.namespace, index, sums, verify=verify, deadline_ns=deadline_ns)
+        plan = self._plans.commit(
+            self._grant, self.namespace, index, sums, verify=verify, wait=wait, deadline_ns=deadline_ns
+        )
         reply = self._driver.run(plan)
         return reply.committed + reply.existed
 

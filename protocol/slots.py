@@ -181,9 +181,12 @@ class SlotPlans:
         sums: Sums | None,
         *,
         verify: bool,
+        wait: bool,
         deadline_ns: int,
     ) -> Plan[CommitReply]:
         """Make written blocks visible; none are where the session or the daemon is gone.
+
+        Without `wait` the reply says how many blocks were handed to the daemon, which serves requests in their order.
 
         Raises ValueError for a block that was not granted, or sums of another shape.
         """
@@ -195,7 +198,8 @@ class SlotPlans:
             sums = yield Work(lambda: self._copier.sum_slots(views, handle.geometry))
         elif sums.shape != wanted:
             raise ValueError(f"sums have shape {sums.shape}; {wanted} is wanted")
-        reply = yield from self._commit(grant, index, np.ascontiguousarray(sums, "<u8"), verify, deadline_ns)
+        sums = np.ascontiguousarray(sums, "<u8")
+        reply = yield from self._commit(grant, index, sums, verify=verify, wait=wait, deadline_ns=deadline_ns)
         if reply.committed + reply.existed == len(index):
             for i in index:
                 grant.views[i] = None
@@ -204,7 +208,7 @@ class SlotPlans:
         return reply
 
     def _commit(
-        self, grant: Granted, index: Sequence[int], sums: Sums, verify: bool, deadline_ns: int
+        self, grant: Granted, index: Sequence[int], sums: Sums, *, verify: bool, wait: bool, deadline_ns: int
     ) -> Plan[CommitReply]:
         nothing = CommitReply(id=0, committed=0)
         if not index or not grant.number:
@@ -216,7 +220,13 @@ class SlotPlans:
         request = Commit(
             id=0, reservation=grant.number, index=None if whole and _ascends(index) else list(index), verify=verify
         )
-        received = yield Ask([(request, (raw(sums), raw(block_sums(sums))))], grant.session_no, deadline_ns)
+        frames = (raw(sums), raw(block_sums(sums)))
+        if not wait:
+            with self._connection.lock:
+                mine = grant.session_no == self._connection.session_no
+                sent = mine and self._connection.hand_over(request, frames, len(index))
+            return CommitReply(id=0, committed=len(index)) if sent else nothing
+        received = yield Ask([(request, frames)], grant.session_no, deadline_ns)
         return self._asking.accept(received[0], CommitReply) or nothing
 
     def give_back(self, grant: Granted) -> None:

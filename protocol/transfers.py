@@ -67,7 +67,9 @@ class Transfers:
             views = [view for view in grant.views if view is not None]
             mine = [blocks[i] for i in index]
             sums = yield Work(lambda: self._copier.fill(mine, views, handle.geometry))
-            reply = yield from self._slots.commit(grant, handle, index, sums, verify=False, deadline_ns=deadline_ns)
+            reply = yield from self._slots.commit(
+                grant, handle, index, sums, verify=False, wait=True, deadline_ns=deadline_ns
+            )
         finally:
             self._slots.give_back(grant)
         return reply.committed, existed + reply.existed

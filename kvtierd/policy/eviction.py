@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.index.lru import LruLists
+from kvtierd.policy.returns import Usage
 
 Slots = npt.NDArray[np.int32]
 
@@ -23,6 +24,14 @@ class EvictionPolicy(Protocol):
 
     def inserted(self, cls: int, slots: Slots) -> None:
         """The slots hold blocks now."""
+        ...
+
+    def used(self, cls: int, slots: Slots, usage: Usage, first: int = 0, before: int = -1) -> None:
+        """A request used or stored its blocks `first`, `first` + 1 and so on, which lie in these slots.
+
+        A slot is -1 where the block is not in this tier; those that held no block until now hold one. `before` is the
+        slot of block `first` - 1, or -1. Each slot is named once.
+        """
         ...
 
     def accessed(self, cls: int, slots: Slots) -> None:
@@ -51,6 +60,10 @@ class LruEviction:
     def inserted(self, cls: int, slots: Slots) -> None:
         """See EvictionPolicy."""
         self._lists.push(cls, slots)
+
+    def used(self, cls: int, slots: Slots, usage: Usage, first: int = 0, before: int = -1) -> None:  # noqa: ARG002
+        """See EvictionPolicy."""
+        self._lists.push(cls, slots[slots >= 0])
 
     def accessed(self, cls: int, slots: Slots) -> None:
         """See EvictionPolicy."""

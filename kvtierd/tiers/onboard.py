@@ -147,7 +147,9 @@ class Onboarder:
         if end == 0:
             copies.host.release(cls, slots[slots >= 0])
             copies.counters["busy_reads"] += 1
-            raise RequestError(ErrorCode.BUSY, "no host slot is free, or too many blocks are on their way", retry_after_ms=20)
+            raise RequestError(
+                ErrorCode.BUSY, "no host slot is free, or too many blocks are on their way", retry_after_ms=20
+            )
         places = np.array(fresh[: new.size], np.intp)
         slots[places] = new
         copies.host.pool.hold(new)

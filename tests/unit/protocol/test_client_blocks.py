@@ -220,6 +220,36 @@ def test_a_commit_with_wrong_sums_is_refused(connect: Callable[..., Client], nam
     assert client.lookup(handle, keys).count == 0
 
 
+def test_a_commit_that_is_not_waited_for_is_seen_by_later_calls(
+    connect: Callable[..., Client], namespace: Namespace
+) -> None:
+    client = connect()
+    handle = client.register(namespace)
+    keys, blocks = keys_of(namespace, 3), blocks_of(namespace, 3)
+    with client.reserve(handle, keys) as reservation:
+        for view, block in zip(reservation.views, blocks, strict=True):
+            write(view, block, namespace)
+        assert reservation.commit([0, 1], wait=False) == 2
+        assert reservation.commit(wait=False) == 1
+        assert reservation.views == [None] * 3
+    np.testing.assert_array_equal(client.fetch(handle, keys).blocks, blocks)
+    assert client.counters["stores_dropped_refused"] == 0
+
+
+def test_what_the_daemon_refuses_of_a_commit_nobody_waits_for_is_counted(
+    connect: Callable[..., Client], namespace: Namespace
+) -> None:
+    client = connect()
+    handle = client.register(namespace)
+    keys = keys_of(namespace, 1)
+    with client.reserve(handle, keys) as reservation:
+        sums = np.zeros((1, namespace.geometry.layers), np.uint64)
+        assert reservation.commit(sums=sums, verify=True, wait=False) == 1
+    assert client.lookup(handle, keys).count == 0
+    client.ping()
+    assert client.counters["stores_dropped_refused"] == 1
+
+
 def test_a_lease_gives_read_only_views_that_can_be_trusted(
     connect: Callable[..., Client], namespace: Namespace
 ) -> None:
