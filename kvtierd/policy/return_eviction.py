@@ -1,0 +1,99 @@
+"""The default eviction policy: what is least likely to come back within the space it takes goes first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.index.memory import reserve
+from kvtierd.policy import leaves
+from kvtierd.policy.kinds import UNKNOWN_KIND
+from kvtierd.policy.returns import ReturnModel, Usage
+
+Slots = npt.NDArray[np.int32]
+SLOTS_MAX = 1 << 30
+
+
+class ReturnEviction:
+    """Victims by the model's estimate of when blocks return, chains from their tails on (see EvictionPolicy).
+
+    The model may be shared by several tiers. Raises ValueError when a limit or a class is out of range.
+    """
+
+    def __init__(self, slots_max: int, classes_max: int, model: ReturnModel) -> None:
+        if not 1 <= slots_max <= SLOTS_MAX or not 1 <= classes_max <= SLOTS_MAX // leaves.LISTS:
+            raise ValueError(f"slots_max {slots_max} or classes_max {classes_max} is out of range")
+        self._model = model
+        self._classes_max = classes_max
+        self._slots: leaves.Rowset = reserve((slots_max,), leaves.SLOT)
+        self._ends: leaves.Ends = reserve((3, classes_max * leaves.LISTS), np.int32)
+        self._marks: leaves.Marks = reserve((classes_max, 2), np.uint64)
+        self._sweeps: leaves.Ends = reserve((classes_max, 2), np.int32)
+        self._offered: tuple[int, Slots] = (0, np.empty(0, np.int32))
+
+    def used(self, cls: int, slots: Slots, usage: Usage, first: int = 0, before: int = -1) -> None:
+        """See EvictionPolicy."""
+        end = first + slots.size
+        self._use(cls, slots, usage.kinds[first:end], usage.paces[first:end], before, chained=True)
+
+    def inserted(self, cls: int, slots: Slots) -> None:
+        """See EvictionPolicy. Of blocks that no usage was told of it only knows when they were used."""
+        unknown = np.full(slots.size, UNKNOWN_KIND, np.uint16)
+        self._use(cls, slots, unknown, np.zeros(slots.size, np.uint8), -1, chained=False)
+
+    def accessed(self, cls: int, slots: Slots) -> None:
+        """See EvictionPolicy."""
+        present = self._slots["kind"][slots]
+        known = slots[present > 0]
+        self._use(cls, known, present[present > 0] - np.uint16(1), self._slots["pace"][known], -1, chained=False)
+
+    def removed(self, cls: int, slots: Slots) -> None:
+        """See EvictionPolicy."""
+        self._check(cls)
+        leaves.remove_slots(self._slots, self._ends, self._marks, self._model.levels, cls, self._model.now, slots)
+        self._take_back()
+
+    def victims(self, cls: int, holds: npt.NDArray[Any], out_max: int, scan_max: int) -> Slots:
+        """See EvictionPolicy."""
+        self._check(cls)
+        self._take_back()
+        out = np.empty(max(0, out_max), np.int32)
+        found = leaves.name_victims(
+            self._slots, self._ends, self._marks, self._model.levels, cls, self._model.now, holds, scan_max, out
+        )
+        self._offered = (cls, out[:found].copy())
+        return out[:found]
+
+    def length(self, cls: int) -> int:
+        """Leaves of a class."""
+        self._check(cls)
+        return int(self._ends[2, cls * leaves.LISTS : (cls + 1) * leaves.LISTS].sum())
+
+    def _use(
+        self,
+        cls: int,
+        slots: Slots,
+        kinds: npt.NDArray[np.uint16],
+        paces: npt.NDArray[np.uint8],
+        before: int,
+        *,
+        chained: bool,
+    ) -> None:
+        self._check(cls)
+        self._take_back()
+        leaves.use_slots(
+            self._slots, self._ends, self._marks, self._sweeps, self._model.levels, cls, self._model.now, slots,
+            np.ascontiguousarray(kinds), np.ascontiguousarray(paces), before, chained,
+        )  # fmt: skip
+
+    def _take_back(self) -> None:
+        cls, offered = self._offered
+        if offered.size:
+            leaves.take_back(self._slots, self._ends, self._marks, self._model.levels, cls, self._model.now, offered)
+            self._offered = (0, offered[:0])
+
+    def _check(self, cls: int) -> None:
+        if not 0 <= cls < self._classes_max:
+            raise ValueError(f"class {cls} is not in 0..{self._classes_max - 1}")
