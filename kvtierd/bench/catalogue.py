@@ -14,6 +14,7 @@ BENCHES: dict[str, str] = {
     "nvme": "2 MiB blocks offloaded and onboarded against fio",
     "prefetch": "a cold sequential read with the prefetch window against one without",
     "index": "the page table against bare memory and a dict; its memory and pauses; the adaptive front",
+    "trace": "hits of the default eviction policy on a trace (FILE) against six others and the bound",
     "start": "spawn to ready, and resident memory",
     "demo": "time to first token of a real model against its cold prefill (wants the extra `demo`)",
 }

@@ -15,10 +15,15 @@ _ASSUMED_L3_BYTES = 32 * MIB
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """`quick` means fewer rounds on data of the same class of sizes. `directory` holds temporary folders."""
+    """`quick` means fewer rounds on data of the same class of sizes. `directory` holds temporary folders.
+
+    `file` is what a bench that replays something reads, `tier_blocks` the capacities that it is replayed with.
+    """
 
     quick: bool = False
     directory: Path | None = None
+    file: Path | None = None
+    tier_blocks: tuple[int, ...] = ()
 
     def rounds(self, full: int, quick: int) -> int:
         """How many rounds to run."""

@@ -23,10 +23,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"benches:\n{described}\n  {'all':<10}each of them in turn"
     parser.add_argument("name", choices=[*BENCHES, "all"], metavar="NAME", help="which bench; see below")
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="trace to replay (for trace)")
+    parser.add_argument("--tier-blocks", type=_counts, default=(), metavar="N,N", help="capacities to replay with")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     parser.add_argument("--quick", action="store_true", help="fewer rounds: under 40 s a bench, and noisier")
     parser.add_argument("--strict", action="store_true", help="exit 1 when a goal is missed")
     parser.add_argument("--directory", type=Path, metavar="DIR", help="where temporary stores lie (for nvme: the disk)")
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """Positive numbers with commas between them."""
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        counts = (0,)
+    if min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be positive numbers like 1000,3000")
+    return counts
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if note := busy_note():
         print(f"kvtierctl bench: {note}", file=sys.stderr)
     names = list(BENCHES) if args.name == "all" else [args.name]
-    options = Options(quick=args.quick, directory=args.directory)
+    options = Options(quick=args.quick, directory=args.directory, file=args.file, tier_blocks=args.tier_blocks)
     rows: list[Row] = []
     failed = False
     for name in names:
