@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from kvtierd.protocol.asking import Ask, Connect, Plan, Step, Work
-from kvtierd.protocol.connection import Connection, Group, Pending, Received
+from kvtierd.protocol.connection import Connection
+from kvtierd.protocol.pending import Group, Pending, Received
 from kvtierd.protocol.waiting import ABSENT_NS, GRACE_NS, MAX_UNANSWERED, SLICE_NS, wire_deadline_ns
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvtierd.core.errors import ErrorCode, KvtierdError, RequestError
 from kvtierd.core.keys import Keys, as_keys
-from kvtierd.protocol.connection import Connection, Received, Unavailable
+from kvtierd.protocol.connection import Connection, Unavailable
 from kvtierd.protocol.endpoint import why_silent
 from kvtierd.protocol.messages import (
     AnyReply,
@@ -26,6 +26,7 @@ from kvtierd.protocol.messages import (
     NamespaceReply,
     RegisterNamespace,
 )
+from kvtierd.protocol.pending import Received
 from kvtierd.protocol.results import NamespaceHandle
 from kvtierd.protocol.service import Frame
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import zmq
@@ -24,17 +24,14 @@ from kvtierd.protocol.messages import (
     AcquireReply,
     AnyReply,
     AnyRequest,
-    CommitReply,
     ErrorReply,
     Hello,
     HelloReply,
     Release,
     ReserveReply,
 )
+from kvtierd.protocol.pending import Group, HandedOver, Pending
 from kvtierd.protocol.service import Frame
-
-Received = tuple[AnyReply, list[memoryview], int]
-"""A reply, its raw frames, which are views into what ZeroMQ received, and the session it belongs to."""
 
 HELLO_PATIENCE_NS = 500_000_000
 """After this long without an answer Hello is sent again: the connection may have been lost behind our back."""
@@ -45,7 +42,6 @@ QUEUE_MESSAGES = 8192
 """ZeroMQ's high-water mark: over what all threads together leave unanswered."""
 MAX_HELLOS = 16
 MAX_ORPHANS = 4096
-MAX_HANDED_OVER = 1024
 ZERO_COPY_BYTES = 128 << 10
 """As in the server: sharing memory with ZeroMQ is dearer than a small copy."""
 
@@ -56,28 +52,6 @@ _SESSION_LOST = frozenset({ErrorCode.STALE_EPOCH, ErrorCode.NO_SESSION})
 
 class Unavailable(KvtierdError):  # noqa: N818 - a state of the daemon, named as operators name it
     """The daemon did not answer in time: it is not running, stopped or overloaded."""
-
-
-class Group:
-    """Requests that somebody waits for together; `wake` is called when no more than `floor` of them are unanswered."""
-
-    __slots__ = ("floor", "missing", "wake")
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self.missing = 0
-        self.floor = 0
-        self.wake = wake
-
-
-class Pending:
-    """One request under way, and its reply once there is one."""
-
-    __slots__ = ("group", "received", "session_no")
-
-    def __init__(self, group: Group, session_no: int) -> None:
-        self.group = group
-        self.session_no = session_no
-        self.received: Received | None = None
 
 
 class Connection:
@@ -114,8 +88,7 @@ class Connection:
         """(session_no, reservation) that must be aborted when the session goes on."""
         self._next_id = 1
         self._pending: dict[int, Pending] = {}
-        self._handed_over: dict[int, int] = {}
-        """Blocks of Commits that nobody waits for, by request."""
+        self._handed_over = HandedOver(self.counters)
         self._hello_ids: list[int] = []
         self._hello_ns = 0
         self._opened_ns = 0
@@ -173,7 +146,7 @@ class Connection:
         self.session_no += 1
         self.numbers = {}
         self._pending.clear()
-        self._handed_over.clear()
+        self._handed_over.forget()
         self._hello_ids.clear()
         self.orphans.clear()
 
@@ -234,8 +207,7 @@ class Connection:
         if reply.token != self.token or reply.epoch != self.epoch:
             self.session_no += 1
             self.numbers = {}
-            self.counters["stores_dropped_unavailable"] += sum(self._handed_over.values())
-            self._handed_over.clear()
+            self._handed_over.lose()
         self.epoch, self.token, self.arena_path = reply.epoch, reply.token, reply.arena
         self.max_batch, self.max_message_bytes = reply.max_batch, reply.max_message_bytes
         self.up = True
@@ -271,13 +243,13 @@ class Connection:
 
     def hand_over(self, request: AnyRequest, frames: Sequence[Frame], blocks: int) -> bool:
         """Send a Commit whose answer is only counted, whenever it comes; False when it could not be sent."""
-        if not self.up or len(self._handed_over) >= MAX_HANDED_OVER:
+        if not self.up or self._handed_over.full:
             return False
         request.id = number = self._take_id()
         request.epoch = self.epoch
         if not self._transmit(encode(request), frames):
             return False
-        self._handed_over[number] = blocks
+        self._handed_over.add(number, blocks)
         return True
 
     def forget(self, group: Group) -> None:
@@ -329,18 +301,13 @@ class Connection:
             case ErrorReply() if reply.id in self._hello_ids:
                 self._hello_ids.clear()
                 self.refusal = RequestError(reply.code, reply.message, reply.retry_after_ms)
-            case CommitReply() if reply.id in self._handed_over:
-                missing = self._handed_over.pop(reply.id) - reply.committed - reply.existed
-                self.counters["stores_dropped_refused"] += missing
-            case ErrorReply() if reply.id in self._handed_over:
-                self.counters["stores_dropped_refused"] += self._handed_over.pop(reply.id)
             case ReserveReply() if reply.reservation and reply.epoch == self.epoch:
                 self.counters["late_replies"] += 1
                 self._give_back(Abort(id=0, reservation=reply.reservation))
             case AcquireReply() if reply.lease and reply.epoch == self.epoch:
                 self.counters["late_replies"] += 1
                 self._give_back(Release(id=0, leases=[reply.lease], quiet=True))
-            case _ if reply.id:
+            case _ if reply.id and not self._handed_over.settle(reply):
                 self.counters["late_replies"] += 1
 
     def _give_back(self, request: AnyRequest) -> None:

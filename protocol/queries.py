@@ -9,7 +9,6 @@ import numpy as np
 
 from kvtierd.core.keys import KEY_BYTES, Keys
 from kvtierd.protocol.asking import Ask, Asking, Plan, as_frame
-from kvtierd.protocol.connection import Received
 from kvtierd.protocol.messages import (
     AnyRequest,
     CountReply,
@@ -24,6 +23,7 @@ from kvtierd.protocol.messages import (
     StatsReply,
     Tier,
 )
+from kvtierd.protocol.pending import Received
 from kvtierd.protocol.results import NO_HIT, Hit, NamespaceHandle
 from kvtierd.protocol.service import Frame
 

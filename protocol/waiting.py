@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvtierd.protocol.asking import Ask, Connect, Plan, Step, Work
-from kvtierd.protocol.connection import Connection, Group, Pending, Received
+from kvtierd.protocol.connection import Connection
+from kvtierd.protocol.pending import Group, Pending, Received
 
 T = TypeVar("T")
 

@@ -1,0 +1,70 @@
+"""Requests under way in a client: those that somebody waits for, and commits whose answer is only counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from kvtierd.protocol.messages import AnyReply, CommitReply
+
+Received = tuple[AnyReply, list[memoryview], int]
+"""A reply, its raw frames, which are views into what ZeroMQ received, and the session it belongs to."""
+
+MAX_HANDED_OVER = 1024
+
+
+class Group:
+    """Requests that somebody waits for together; `wake` is called when no more than `floor` of them are unanswered."""
+
+    __slots__ = ("floor", "missing", "wake")
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.missing = 0
+        self.floor = 0
+        self.wake = wake
+
+
+class Pending:
+    """One request under way, and its reply once there is one."""
+
+    __slots__ = ("group", "received", "session_no")
+
+    def __init__(self, group: Group, session_no: int) -> None:
+        self.group = group
+        self.session_no = session_no
+        self.received: Received | None = None
+
+
+class HandedOver:
+    """Blocks of commits that nobody waits for, by request; what became of them goes to `counters`."""
+
+    def __init__(self, counters: Counter[str]) -> None:
+        self._counters = counters
+        self._blocks: dict[int, int] = {}
+
+    @property
+    def full(self) -> bool:
+        """Whether so many are unanswered that the next one has to be waited for."""
+        return len(self._blocks) >= MAX_HANDED_OVER
+
+    def add(self, request_id: int, blocks: int) -> None:
+        """A commit was sent."""
+        self._blocks[request_id] = blocks
+
+    def settle(self, reply: AnyReply) -> bool:
+        """Take a reply to one of them; False when it is to something else."""
+        blocks = self._blocks.pop(reply.id, None)
+        if blocks is None:
+            return False
+        taken = reply.committed + reply.existed if isinstance(reply, CommitReply) else 0
+        self._counters["stores_dropped_refused"] += blocks - taken
+        return True
+
+    def lose(self) -> None:
+        """The session is gone: nobody will answer, and nobody can tell what was stored."""
+        self._counters["stores_dropped_unavailable"] += sum(self._blocks.values())
+        self._blocks.clear()
+
+    def forget(self) -> None:
+        """They belong to the parent of this process."""
+        self._blocks.clear()
