@@ -57,4 +57,4 @@ def relative_bin(age: Word, pace: Word) -> Word:
 @helper
 def elapsed(since: Word, now: Word) -> Word:
     """Ticks between two times, as int64."""
-    return np.int64(np.uint32(now) - np.uint32(since))
+    return (np.int64(now) - np.int64(since)) & 0xFFFFFFFF

@@ -60,8 +60,8 @@ ENDS_TYPE = types.int32[:, ::1]
 """Fronts, backs and lengths of the lists, [3, classes * LISTS]; ends as slot + 1."""
 MARKS_TYPE = types.uint64[:, ::1]
 """Which lists of a class have slots, [classes, 2]."""
-SWEEPS_TYPE = types.int32[:, ::1]
-"""List that is being looked through and slots of it to go, [classes, 2]."""
+CURSORS_TYPE = types.int32[:, ::1]
+"""List that is being looked through and the next slot of it, as slot + 1, [classes, 2]."""
 LEVELS_TYPE = types.int16[:, ::1]
 _FRONT, _BACK, _LENGTH = 0, 1, 2
 _TO_BACK, _TO_FRONT = 0, 1
@@ -88,8 +88,10 @@ def _list_slot(slots: Rowset, ends: Ends, marks: Marks, cls: Word, slot: Word, l
 
 
 @helper
-def _unlist(slots: Rowset, ends: Ends, marks: Marks, cls: Word, slot: Word) -> None:
+def _unlist(slots: Rowset, ends: Ends, marks: Marks, cursors: Ends, cls: Word, slot: Word) -> None:
     row = slots[slot]
+    if cursors[cls, 1] == slot + 1:
+        cursors[cls, 1] = row.hotter
     level = np.int64(row.level)
     number = cls * LISTS + level
     if row.colder > 0:
@@ -130,7 +132,15 @@ def _leave_parent(slots: Rowset, ends: Ends, marks: Marks, levels: Levels, cls: 
 
 @helper
 def _follow(
-    slots: Rowset, ends: Ends, marks: Marks, levels: Levels, cls: Word, slot: Word, above: Word, now: Word
+    slots: Rowset,
+    ends: Ends,
+    marks: Marks,
+    cursors: Ends,
+    levels: Levels,
+    cls: Word,
+    slot: Word,
+    above: Word,
+    now: Word,
 ) -> None:
     """The block in `slot` comes right after the one in `above`."""
     row = slots[slot]
@@ -140,7 +150,7 @@ def _follow(
     row.parent, row.parent_birth = above, slots[above].birth
     slots[above].children += 1
     if slots[above].level < OFFERED:
-        _unlist(slots, ends, marks, cls, above)
+        _unlist(slots, ends, marks, cursors, cls, above)
 
 
 @helper
@@ -166,22 +176,22 @@ def _next_list(marks: Marks, cls: Word, level: Word) -> Word:
 
 @helper
 def _sweep(
-    slots: Rowset, ends: Ends, marks: Marks, sweeps: Ends, levels: Levels, cls: Word, now: Word, steps: Word
+    slots: Rowset, ends: Ends, marks: Marks, cursors: Ends, levels: Levels, cls: Word, now: Word, steps: Word
 ) -> None:
-    """Judge some leaves anew, list by list."""
+    """Judge some leaves anew, list by list. Those whose level is still right keep their place."""
     for _ in range(steps):
-        if sweeps[cls, 1] <= 0:
-            level = _next_list(marks, cls, np.int64(sweeps[cls, 0]))
+        if cursors[cls, 1] == 0:
+            level = _next_list(marks, cls, np.int64(cursors[cls, 0]))
             if level >= LISTS:
                 return
-            sweeps[cls, 0], sweeps[cls, 1] = level, ends[_LENGTH, cls * LISTS + level]
-        sweeps[cls, 1] -= 1
-        slot = ends[_FRONT, cls * LISTS + sweeps[cls, 0]] - 1
-        if slot < 0:
-            sweeps[cls, 1] = 0
+            cursors[cls, 0], cursors[cls, 1] = level, ends[_FRONT, cls * LISTS + level]
+        slot = cursors[cls, 1] - 1
+        present = _level_now(slots, levels, slot, now)
+        if present == slots[slot].level:
+            cursors[cls, 1] = slots[slot].hotter
             continue
-        _unlist(slots, ends, marks, cls, slot)
-        _list_slot(slots, ends, marks, cls, slot, _level_now(slots, levels, slot, now), _TO_BACK)
+        _unlist(slots, ends, marks, cursors, cls, slot)
+        _list_slot(slots, ends, marks, cls, slot, present, _TO_BACK)
 
 
 SWEEP_STEPS = 2
@@ -190,12 +200,12 @@ SWEEP_STEPS = 2
 
 @compiled(
     types.void(
-        SLOTS_TYPE, ENDS_TYPE, MARKS_TYPE, SWEEPS_TYPE, LEVELS_TYPE, types.int64, types.uint32, ROW_NUMBERS,
+        SLOTS_TYPE, ENDS_TYPE, MARKS_TYPE, CURSORS_TYPE, LEVELS_TYPE, types.int64, types.uint32, ROW_NUMBERS,
         types.uint16[::1], types.uint8[::1], types.int64, types.boolean,
     )
 )  # fmt: skip
 def use_slots(
-    slots: Rowset, ends: Ends, marks: Marks, sweeps: Ends, levels: Levels, cls: int, now: int, used: Slots,
+    slots: Rowset, ends: Ends, marks: Marks, cursors: Ends, levels: Levels, cls: int, now: int, used: Slots,
     kinds: npt.NDArray[np.uint16], paces: npt.NDArray[np.uint8], before: int, chained: bool,
 ) -> None:  # fmt: skip
     """The blocks of a request, of these kinds, are in the slots `used` [n] (-1: not in this tier), in prefix order.
@@ -213,36 +223,44 @@ def use_slots(
         if row.kind == 0:
             row.parent, row.children = -1, 0
         elif row.level < OFFERED:
-            _unlist(slots, ends, marks, cls, slot)
+            _unlist(slots, ends, marks, cursors, cls, slot)
         row.level = UNLISTED
         row.kind, row.pace, row.at = kinds[index] + 1, paces[index], now
         if chained and above >= 0 and slots[above].kind > 0:
-            _follow(slots, ends, marks, levels, cls, slot, above, now)
+            _follow(slots, ends, marks, cursors, levels, cls, slot, above, now)
         above = slot
     for index in range(used.size - 1, -1, -1):
         slot = used[index]
         if slot >= 0 and slots[slot].children == 0 and slots[slot].level == UNLISTED:
             _list_slot(slots, ends, marks, cls, slot, _level_now(slots, levels, slot, now), _TO_BACK)
-    _sweep(slots, ends, marks, sweeps, levels, cls, now, SWEEP_STEPS * used.size)
+    _sweep(slots, ends, marks, cursors, levels, cls, now, SWEEP_STEPS * used.size)
 
 
-@compiled(types.void(SLOTS_TYPE, ENDS_TYPE, MARKS_TYPE, LEVELS_TYPE, types.int64, types.uint32, ROW_NUMBERS))
-def remove_slots(slots: Rowset, ends: Ends, marks: Marks, levels: Levels, cls: int, now: int, gone: Slots) -> None:
+@compiled(
+    types.void(SLOTS_TYPE, ENDS_TYPE, MARKS_TYPE, CURSORS_TYPE, LEVELS_TYPE, types.int64, types.uint32, ROW_NUMBERS)
+)
+def remove_slots(
+    slots: Rowset, ends: Ends, marks: Marks, cursors: Ends, levels: Levels, cls: int, now: int, gone: Slots
+) -> None:
     """The slots hold no blocks any more."""
     for slot in gone:
         row = slots[slot]
         if row.kind == 0:
             continue
         if row.level < OFFERED:
-            _unlist(slots, ends, marks, cls, slot)
+            _unlist(slots, ends, marks, cursors, cls, slot)
         if row.level != OFFERED:
             _leave_parent(slots, ends, marks, levels, cls, slot, now)
         row.kind, row.level = 0, UNLISTED
         row.birth += 1
 
 
-@compiled(types.void(SLOTS_TYPE, ENDS_TYPE, MARKS_TYPE, LEVELS_TYPE, types.int64, types.uint32, ROW_NUMBERS))
-def take_back(slots: Rowset, ends: Ends, marks: Marks, levels: Levels, cls: int, now: int, offered: Slots) -> None:
+@compiled(
+    types.void(SLOTS_TYPE, ENDS_TYPE, MARKS_TYPE, CURSORS_TYPE, LEVELS_TYPE, types.int64, types.uint32, ROW_NUMBERS)
+)
+def take_back(
+    slots: Rowset, ends: Ends, marks: Marks, cursors: Ends, levels: Levels, cls: int, now: int, offered: Slots
+) -> None:
     """Those of the victims named last that have not gone are leaves again, or come before one."""
     for index in range(offered.size - 1, -1, -1):
         slot = offered[index]
@@ -253,27 +271,38 @@ def take_back(slots: Rowset, ends: Ends, marks: Marks, levels: Levels, cls: int,
             parent = slots[slot].parent
             slots[parent].children += 1
             if slots[parent].level < OFFERED:
-                _unlist(slots, ends, marks, cls, parent)
+                _unlist(slots, ends, marks, cursors, cls, parent)
         if slots[slot].children == 0:
             _list_slot(slots, ends, marks, cls, slot, _level_now(slots, levels, slot, now), _TO_FRONT)
 
 
 @helper
-def _offer(slots: Rowset, ends: Ends, marks: Marks, levels: Levels, cls: Word, slot: Word, now: Word) -> None:
-    _unlist(slots, ends, marks, cls, slot)
+def _offer(
+    slots: Rowset, ends: Ends, marks: Marks, cursors: Ends, levels: Levels, cls: Word, slot: Word, now: Word
+) -> None:
+    _unlist(slots, ends, marks, cursors, cls, slot)
     _leave_parent(slots, ends, marks, levels, cls, slot, now)
     slots[slot].level = OFFERED
 
 
 def _victims_of(holds: Any) -> Any:
     return types.int64(
-        SLOTS_TYPE, ENDS_TYPE, MARKS_TYPE, LEVELS_TYPE, types.int64, types.uint32, holds, types.int64, ROW_NUMBERS
+        SLOTS_TYPE,
+        ENDS_TYPE,
+        MARKS_TYPE,
+        CURSORS_TYPE,
+        LEVELS_TYPE,
+        types.int64,
+        types.uint32,
+        holds,
+        types.int64,
+        ROW_NUMBERS,
     )
 
 
 @compiled(_victims_of(types.int32[::1]), _victims_of(types.uint16[::1]))
 def name_victims(
-    slots: Rowset, ends: Ends, marks: Marks, levels: Levels, cls: int, now: int, holds: npt.NDArray[Any],
+    slots: Rowset, ends: Ends, marks: Marks, cursors: Ends, levels: Levels, cls: int, now: int, holds: npt.NDArray[Any],
     scan_max: int, out: Slots,
 ) -> int:  # fmt: skip
     """Fill `out` with unheld leaves, lowest level first, each followed by what it makes a leaf; how many were found.
@@ -289,15 +318,15 @@ def name_victims(
         if level == HELD:
             held -= 1
         if holds[slot] != 0:
-            _unlist(slots, ends, marks, cls, slot)
+            _unlist(slots, ends, marks, cursors, cls, slot)
             _list_slot(slots, ends, marks, cls, slot, HELD, _TO_BACK)
             continue
         present = _level_now(slots, levels, slot, now)
         if present > level or level == HELD:
-            _unlist(slots, ends, marks, cls, slot)
+            _unlist(slots, ends, marks, cursors, cls, slot)
             _list_slot(slots, ends, marks, cls, slot, present, _TO_BACK)
             continue
-        _offer(slots, ends, marks, levels, cls, slot, now)
+        _offer(slots, ends, marks, cursors, levels, cls, slot, now)
         out[found] = slot
         found += 1
     return found

@@ -30,7 +30,7 @@ class ReturnEviction:
         self._slots: leaves.Rowset = reserve((slots_max,), leaves.SLOT)
         self._ends: leaves.Ends = reserve((3, classes_max * leaves.LISTS), np.int32)
         self._marks: leaves.Marks = reserve((classes_max, 2), np.uint64)
-        self._sweeps: leaves.Ends = reserve((classes_max, 2), np.int32)
+        self._cursors: leaves.Ends = reserve((classes_max, 2), np.int32)
         self._offered: tuple[int, Slots] = (0, np.empty(0, np.int32))
 
     def used(self, cls: int, slots: Slots, usage: Usage, first: int = 0, before: int = -1) -> None:
@@ -52,7 +52,9 @@ class ReturnEviction:
     def removed(self, cls: int, slots: Slots) -> None:
         """See EvictionPolicy."""
         self._check(cls)
-        leaves.remove_slots(self._slots, self._ends, self._marks, self._model.levels, cls, self._model.now, slots)
+        leaves.remove_slots(
+            self._slots, self._ends, self._marks, self._cursors, self._model.levels, cls, self._model.now, slots
+        )
         self._take_back()
 
     def victims(self, cls: int, holds: npt.NDArray[Any], out_max: int, scan_max: int) -> Slots:
@@ -61,7 +63,16 @@ class ReturnEviction:
         self._take_back()
         out = np.empty(max(0, out_max), np.int32)
         found = leaves.name_victims(
-            self._slots, self._ends, self._marks, self._model.levels, cls, self._model.now, holds, scan_max, out
+            self._slots,
+            self._ends,
+            self._marks,
+            self._cursors,
+            self._model.levels,
+            cls,
+            self._model.now,
+            holds,
+            scan_max,
+            out,
         )
         self._offered = (cls, out[:found].copy())
         return out[:found]
@@ -84,14 +95,16 @@ class ReturnEviction:
         self._check(cls)
         self._take_back()
         leaves.use_slots(
-            self._slots, self._ends, self._marks, self._sweeps, self._model.levels, cls, self._model.now, slots,
+            self._slots, self._ends, self._marks, self._cursors, self._model.levels, cls, self._model.now, slots,
             np.ascontiguousarray(kinds), np.ascontiguousarray(paces), before, chained,
         )  # fmt: skip
 
     def _take_back(self) -> None:
         cls, offered = self._offered
         if offered.size:
-            leaves.take_back(self._slots, self._ends, self._marks, self._model.levels, cls, self._model.now, offered)
+            leaves.take_back(
+                self._slots, self._ends, self._marks, self._cursors, self._model.levels, cls, self._model.now, offered
+            )
             self._offered = (0, offered[:0])
 
     def _check(self, cls: int) -> None:
