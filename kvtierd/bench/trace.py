@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 from kvtierd.bench.options import Options
 from kvtierd.bench.rows import Row
+from kvtierd.bench.trace_admission import admission_rows
+from kvtierd.bench.trace_costs import cost_rows
 from kvtierd.bench.trace_file import read_traces
 from kvtierd.bench.trace_synthetic import synthetic_traces
 from kvtierd.bench.trace_table import as_text, capacities_for, judged, measure
@@ -25,3 +27,5 @@ def rows(options: Options) -> Iterator[Row]:
         columns = [measure(trace, capacity) for capacity in capacities[:: 2 if options.quick else 1]]
         print(as_text(trace, columns), file=sys.stderr)
         yield from judged(trace, columns)
+        yield from admission_rows(trace, capacities[len(capacities) // 2])
+    yield from cost_rows(options)

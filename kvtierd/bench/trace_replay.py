@@ -41,6 +41,11 @@ class Cache:
         missing = np.flatnonzero(self._slot_of[blocks] < 0)
         return int(missing[0]) if missing.size else int(blocks.size)
 
+    def present(self, blocks: Slots) -> npt.NDArray[np.bool_]:
+        """Which blocks are resident, [n]."""
+        mask: npt.NDArray[np.bool_] = self._slot_of[blocks] >= 0
+        return mask
+
     def request(self, blocks: Slots, usage: Usage) -> Slots:
         """Use and insert all blocks of a request, evict what is too much, and return the blocks that went."""
         slots = self._slot_of[blocks]
@@ -54,6 +59,11 @@ class Cache:
             self.used += missing.size
         self._policy.used(_CLASS, slots, usage)
         return self._evict() if self.used > self._capacity else blocks[:0]
+
+    def copied(self, blocks: Slots) -> None:
+        """Another tier has copies of these blocks."""
+        slots = self._slot_of[blocks]
+        self._policy.copied(_CLASS, slots[slots >= 0])
 
     def _evict(self) -> Slots:
         gone = []

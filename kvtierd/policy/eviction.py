@@ -38,6 +38,10 @@ class EvictionPolicy(Protocol):
         """A request used the blocks in these slots; slots that hold no block are ignored."""
         ...
 
+    def copied(self, cls: int, slots: Slots, *, elsewhere: bool = True) -> None:
+        """Another tier has a copy of the blocks in these slots now, or has none any more; slots without are ignored."""
+        ...
+
     def removed(self, cls: int, slots: Slots) -> None:
         """The slots hold no blocks any more; those that held none are ignored."""
         ...
@@ -68,6 +72,9 @@ class LruEviction:
     def accessed(self, cls: int, slots: Slots) -> None:
         """See EvictionPolicy."""
         self._lists.touch(cls, slots)
+
+    def copied(self, cls: int, slots: Slots, *, elsewhere: bool = True) -> None:
+        """See EvictionPolicy."""
 
     def removed(self, cls: int, slots: Slots) -> None:
         """See EvictionPolicy."""

@@ -1,4 +1,4 @@
-"""Slots in the order in which their blocks should go: lists of leaves by level.
+"""Slots in the order in which their blocks should go: leaves by level.
 
 A *leaf* is a slot whose block no other block in the tier comes after: only leaves are victims, so that no choice made
 here ever leaves a hole before a kept tail. Which block comes before which is told with each request; each slot counts
@@ -16,118 +16,47 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import from_dtype, types
+from numba import types
 
-from kvtierd.index.intrinsics import lowest_bit
 from kvtierd.index.jit import Word, compiled, helper
 from kvtierd.index.layout import ROW_NUMBERS, Rows
-from kvtierd.policy.ages import elapsed
-from kvtierd.policy.rates import LEVEL_MAX, Levels, level_of
+from kvtierd.policy.leaf_lists import (
+    CURSORS_TYPE,
+    ENDS_TYPE,
+    FRONT,
+    HELD,
+    LENGTH,
+    LEVELS_TYPE,
+    LISTS,
+    MARKS_TYPE,
+    OFFERED,
+    SLOTS_TYPE,
+    TO_BACK,
+    TO_FRONT,
+    UNLISTED,
+    Ends,
+    Marks,
+    Rowset,
+    has_parent,
+    level_now,
+    list_slot,
+    lowest_list,
+    next_list,
+    unlist,
+)  # fmt: skip
+from kvtierd.policy.rates import Levels
 
-SLOT = np.dtype(
-    [
-        ("colder", "i4"),  # neighbours in the list, as slot + 1; towards its front
-        ("hotter", "i4"),
-        ("parent", "i4"),  # slot of the block before this one, or -1
-        ("children", "i4"),  # blocks that name this slot as parent
-        ("at", "u4"),
-        ("kind", "u2"),  # of the block, plus 1; 0 where the slot has none
-        ("pace", "u1"),
-        ("level", "u1"),  # list that it is on
-        ("birth", "u2"),  # changes with each block, so that a stale parent is noticed
-        ("parent_birth", "u2"),
-        ("pad", "u4"),
-    ]
-)
-assert SLOT.itemsize == 32
-
-LISTS = 128
-"""Lists of a class: levels 0..LEVEL_MAX, and one for those that were held."""
-HELD = LEVEL_MAX + 1
-OFFERED = 254
-"""Level of a slot that was named as a victim, and has not gone yet."""
-UNLISTED = 255
-
-U64 = np.uint64
 Slots = Rows
-Rowset = Any
-"""Array of SLOT: in compiled code its elements have fields, which no type checker knows."""
-Ends = npt.NDArray[np.int32]
-Marks = npt.NDArray[np.uint64]
-
-SLOTS_TYPE = types.Array(from_dtype(SLOT), 1, "C")
-ENDS_TYPE = types.int32[:, ::1]
-"""Fronts, backs and lengths of the lists, [3, classes * LISTS]; ends as slot + 1."""
-MARKS_TYPE = types.uint64[:, ::1]
-"""Which lists of a class have slots, [classes, 2]."""
-CURSORS_TYPE = types.int32[:, ::1]
-"""List that is being looked through and the next slot of it, as slot + 1, [classes, 2]."""
-LEVELS_TYPE = types.int16[:, ::1]
-_FRONT, _BACK, _LENGTH = 0, 1, 2
-_TO_BACK, _TO_FRONT = 0, 1
-
-
-@helper
-def _list_slot(slots: Rowset, ends: Ends, marks: Marks, cls: Word, slot: Word, level: Word, front: Word) -> None:
-    """Put a slot that is on no list on the list of a level."""
-    number = cls * LISTS + level
-    row = slots[slot]
-    row.level, row.colder, row.hotter = level, 0, 0
-    if ends[_LENGTH, number] == 0:
-        ends[_FRONT, number] = ends[_BACK, number] = slot + 1
-        marks[cls, level >> 6] |= U64(1) << U64(level & 63)
-    elif front:
-        row.hotter = ends[_FRONT, number]
-        slots[row.hotter - 1].colder = slot + 1
-        ends[_FRONT, number] = slot + 1
-    else:
-        row.colder = ends[_BACK, number]
-        slots[row.colder - 1].hotter = slot + 1
-        ends[_BACK, number] = slot + 1
-    ends[_LENGTH, number] += 1
-
-
-@helper
-def _unlist(slots: Rowset, ends: Ends, marks: Marks, cursors: Ends, cls: Word, slot: Word) -> None:
-    row = slots[slot]
-    if cursors[cls, 1] == slot + 1:
-        cursors[cls, 1] = row.hotter
-    level = np.int64(row.level)
-    number = cls * LISTS + level
-    if row.colder > 0:
-        slots[row.colder - 1].hotter = row.hotter
-    else:
-        ends[_FRONT, number] = row.hotter
-    if row.hotter > 0:
-        slots[row.hotter - 1].colder = row.colder
-    else:
-        ends[_BACK, number] = row.colder
-    ends[_LENGTH, number] -= 1
-    if ends[_LENGTH, number] == 0:
-        marks[cls, level >> 6] &= ~(U64(1) << U64(level & 63))
-    row.level = UNLISTED
-
-
-@helper
-def _level_now(slots: Rowset, levels: Levels, slot: Word, now: Word) -> Word:
-    row = slots[slot]
-    return level_of(levels, np.int64(row.kind) - 1, row.pace, elapsed(row.at, now))
-
-
-@helper
-def _has_parent(slots: Rowset, slot: Word) -> Word:
-    row = slots[slot]
-    return row.parent >= 0 and slots[row.parent].kind > 0 and slots[row.parent].birth == row.parent_birth
 
 
 @helper
 def _leave_parent(slots: Rowset, ends: Ends, marks: Marks, levels: Levels, cls: Word, slot: Word, now: Word) -> None:
     """A block goes, or is seen to come after another one: its parent may be a leaf now, and next to go."""
-    if _has_parent(slots, slot):
+    if has_parent(slots, slot):
         parent = slots[slot].parent
         slots[parent].children -= 1
         if slots[parent].children == 0 and slots[parent].level == UNLISTED:
-            _list_slot(slots, ends, marks, cls, parent, _level_now(slots, levels, parent, now), _TO_FRONT)
+            list_slot(slots, ends, marks, cls, parent, level_now(slots, levels, parent, now), TO_FRONT)
 
 
 @helper
@@ -144,34 +73,13 @@ def _follow(
 ) -> None:
     """The block in `slot` comes right after the one in `above`."""
     row = slots[slot]
-    if _has_parent(slots, slot) and row.parent == above:
+    if has_parent(slots, slot) and row.parent == above:
         return
     _leave_parent(slots, ends, marks, levels, cls, slot, now)
     row.parent, row.parent_birth = above, slots[above].birth
     slots[above].children += 1
     if slots[above].level < OFFERED:
-        _unlist(slots, ends, marks, cursors, cls, above)
-
-
-@helper
-def _lowest_list(marks: Marks, cls: Word) -> Word:
-    """The lowest level whose list has slots, or LISTS."""
-    if marks[cls, 0]:
-        return lowest_bit(marks[cls, 0])
-    return 64 + lowest_bit(marks[cls, 1])
-
-
-@helper
-def _next_list(marks: Marks, cls: Word, level: Word) -> Word:
-    """The first level above `level` whose list has slots, going round; LISTS where there is none at all."""
-    for step in range(2):
-        word = ((level + 1) >> 6) + step
-        if word < 2:
-            shift = U64((level + 1) & 63) if step == 0 else U64(0)
-            rest = marks[cls, word] >> shift << shift
-            if rest:
-                return 64 * word + lowest_bit(rest)
-    return _lowest_list(marks, cls)
+        unlist(slots, ends, marks, cursors, cls, above)
 
 
 @helper
@@ -181,17 +89,17 @@ def _sweep(
     """Judge some leaves anew, list by list. Those whose level is still right keep their place."""
     for _ in range(steps):
         if cursors[cls, 1] == 0:
-            level = _next_list(marks, cls, np.int64(cursors[cls, 0]))
+            level = next_list(marks, cls, np.int64(cursors[cls, 0]))
             if level >= LISTS:
                 return
-            cursors[cls, 0], cursors[cls, 1] = level, ends[_FRONT, cls * LISTS + level]
+            cursors[cls, 0], cursors[cls, 1] = level, ends[FRONT, cls * LISTS + level]
         slot = cursors[cls, 1] - 1
-        present = _level_now(slots, levels, slot, now)
+        present = level_now(slots, levels, slot, now)
         if present == slots[slot].level:
             cursors[cls, 1] = slots[slot].hotter
             continue
-        _unlist(slots, ends, marks, cursors, cls, slot)
-        _list_slot(slots, ends, marks, cls, slot, present, _TO_BACK)
+        unlist(slots, ends, marks, cursors, cls, slot)
+        list_slot(slots, ends, marks, cls, slot, present, TO_BACK)
 
 
 SWEEP_STEPS = 2
@@ -221,9 +129,9 @@ def use_slots(
             continue
         row = slots[slot]
         if row.kind == 0:
-            row.parent, row.children = -1, 0
+            row.parent, row.children, row.copied = -1, 0, 0
         elif row.level < OFFERED:
-            _unlist(slots, ends, marks, cursors, cls, slot)
+            unlist(slots, ends, marks, cursors, cls, slot)
         row.level = UNLISTED
         row.kind, row.pace, row.at = kinds[index] + 1, paces[index], now
         if chained and above >= 0 and slots[above].kind > 0:
@@ -232,7 +140,7 @@ def use_slots(
     for index in range(used.size - 1, -1, -1):
         slot = used[index]
         if slot >= 0 and slots[slot].children == 0 and slots[slot].level == UNLISTED:
-            _list_slot(slots, ends, marks, cls, slot, _level_now(slots, levels, slot, now), _TO_BACK)
+            list_slot(slots, ends, marks, cls, slot, level_now(slots, levels, slot, now), TO_BACK)
     _sweep(slots, ends, marks, cursors, levels, cls, now, SWEEP_STEPS * used.size)
 
 
@@ -248,11 +156,38 @@ def remove_slots(
         if row.kind == 0:
             continue
         if row.level < OFFERED:
-            _unlist(slots, ends, marks, cursors, cls, slot)
+            unlist(slots, ends, marks, cursors, cls, slot)
         if row.level != OFFERED:
             _leave_parent(slots, ends, marks, levels, cls, slot, now)
         row.kind, row.level = 0, UNLISTED
         row.birth += 1
+
+
+@compiled(
+    types.void(
+        SLOTS_TYPE,
+        ENDS_TYPE,
+        MARKS_TYPE,
+        CURSORS_TYPE,
+        LEVELS_TYPE,
+        types.int64,
+        types.uint32,
+        ROW_NUMBERS,
+        types.uint8,
+    )
+)
+def mark_copied(
+    slots: Rowset, ends: Ends, marks: Marks, cursors: Ends, levels: Levels, cls: int, now: int, copied: Slots, less: int
+) -> None:
+    """Another tier has a copy of the blocks in these slots (`less` levels are taken off), or has none (0)."""
+    for slot in copied:
+        row = slots[slot]
+        if row.kind == 0 or row.copied == less:
+            continue
+        row.copied = less
+        if row.level < OFFERED:
+            unlist(slots, ends, marks, cursors, cls, slot)
+            list_slot(slots, ends, marks, cls, slot, level_now(slots, levels, slot, now), TO_BACK)
 
 
 @compiled(
@@ -267,20 +202,20 @@ def take_back(
         if slots[slot].level != OFFERED:
             continue
         slots[slot].level = UNLISTED
-        if _has_parent(slots, slot):
+        if has_parent(slots, slot):
             parent = slots[slot].parent
             slots[parent].children += 1
             if slots[parent].level < OFFERED:
-                _unlist(slots, ends, marks, cursors, cls, parent)
+                unlist(slots, ends, marks, cursors, cls, parent)
         if slots[slot].children == 0:
-            _list_slot(slots, ends, marks, cls, slot, _level_now(slots, levels, slot, now), _TO_FRONT)
+            list_slot(slots, ends, marks, cls, slot, level_now(slots, levels, slot, now), TO_FRONT)
 
 
 @helper
 def _offer(
     slots: Rowset, ends: Ends, marks: Marks, cursors: Ends, levels: Levels, cls: Word, slot: Word, now: Word
 ) -> None:
-    _unlist(slots, ends, marks, cursors, cls, slot)
+    unlist(slots, ends, marks, cursors, cls, slot)
     _leave_parent(slots, ends, marks, levels, cls, slot, now)
     slots[slot].level = OFFERED
 
@@ -309,22 +244,22 @@ def name_victims(
 
     They count as gone until `take_back`. Looks at `scan_max` slots at most.
     """
-    found, held = 0, ends[_LENGTH, cls * LISTS + HELD]
+    found, held = 0, ends[LENGTH, cls * LISTS + HELD]
     for _ in range(scan_max):
-        level = _lowest_list(marks, cls)
+        level = lowest_list(marks, cls)
         if found == out.size or level >= LISTS or (level == HELD and held <= 0):
             break
-        slot = ends[_FRONT, cls * LISTS + level] - 1
+        slot = ends[FRONT, cls * LISTS + level] - 1
         if level == HELD:
             held -= 1
         if holds[slot] != 0:
-            _unlist(slots, ends, marks, cursors, cls, slot)
-            _list_slot(slots, ends, marks, cls, slot, HELD, _TO_BACK)
+            unlist(slots, ends, marks, cursors, cls, slot)
+            list_slot(slots, ends, marks, cls, slot, HELD, TO_BACK)
             continue
-        present = _level_now(slots, levels, slot, now)
+        present = level_now(slots, levels, slot, now)
         if present > level or level == HELD:
-            _unlist(slots, ends, marks, cursors, cls, slot)
-            _list_slot(slots, ends, marks, cls, slot, present, _TO_BACK)
+            unlist(slots, ends, marks, cursors, cls, slot)
+            list_slot(slots, ends, marks, cls, slot, present, TO_BACK)
             continue
         _offer(slots, ends, marks, cursors, levels, cls, slot, now)
         out[found] = slot

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtierd.index.memory import reserve
-from kvtierd.policy import leaves
+from kvtierd.policy import leaf_lists, leaves
 from kvtierd.policy.kinds import UNKNOWN_KIND
+from kvtierd.policy.rates import LEVEL_MAX, LEVELS_AN_OCTAVE
 from kvtierd.policy.returns import ReturnModel, Usage
 
 Slots = npt.NDArray[np.int32]
@@ -19,18 +21,23 @@ SLOTS_MAX = 1 << 30
 class ReturnEviction:
     """Victims by the model's estimate of when blocks return, chains from their tails on (see EvictionPolicy).
 
-    The model may be shared by several tiers. Raises ValueError when a limit or a class is out of range.
+    The model may be shared by several tiers. `copied_worth` is what keeping a block is worth while another tier has a
+    copy, against what it is worth otherwise: about the time to fetch it over the time to compute it. Raises ValueError
+    when a limit or a class is out of range.
     """
 
-    def __init__(self, slots_max: int, classes_max: int, model: ReturnModel) -> None:
-        if not 1 <= slots_max <= SLOTS_MAX or not 1 <= classes_max <= SLOTS_MAX // leaves.LISTS:
+    def __init__(self, slots_max: int, classes_max: int, model: ReturnModel, copied_worth: float = 1 / 8) -> None:
+        if not 1 <= slots_max <= SLOTS_MAX or not 1 <= classes_max <= SLOTS_MAX // leaf_lists.LISTS:
             raise ValueError(f"slots_max {slots_max} or classes_max {classes_max} is out of range")
+        if not 0 < copied_worth <= 1:
+            raise ValueError(f"copied_worth is {copied_worth}; it must be above 0 and at most 1")
         self._model = model
         self._classes_max = classes_max
-        self._slots: leaves.Rowset = reserve((slots_max,), leaves.SLOT)
-        self._ends: leaves.Ends = reserve((3, classes_max * leaves.LISTS), np.int32)
-        self._marks: leaves.Marks = reserve((classes_max, 2), np.uint64)
-        self._cursors: leaves.Ends = reserve((classes_max, 2), np.int32)
+        self._copied_less = min(LEVEL_MAX, round(-LEVELS_AN_OCTAVE * math.log2(copied_worth)))
+        self._slots: leaf_lists.Rowset = reserve((slots_max,), leaf_lists.SLOT)
+        self._ends: leaf_lists.Ends = reserve((3, classes_max * leaf_lists.LISTS), np.int32)
+        self._marks: leaf_lists.Marks = reserve((classes_max, 2), np.uint64)
+        self._cursors: leaf_lists.Ends = reserve((classes_max, 2), np.int32)
         self._offered: tuple[int, Slots] = (0, np.empty(0, np.int32))
 
     def used(self, cls: int, slots: Slots, usage: Usage, first: int = 0, before: int = -1) -> None:
@@ -48,6 +55,15 @@ class ReturnEviction:
         present = self._slots["kind"][slots]
         known = slots[present > 0]
         self._use(cls, known, present[present > 0] - np.uint16(1), self._slots["pace"][known], -1, chained=False)
+
+    def copied(self, cls: int, slots: Slots, *, elsewhere: bool = True) -> None:
+        """See EvictionPolicy."""
+        self._check(cls)
+        self._take_back()
+        less = self._copied_less if elsewhere else 0
+        leaves.mark_copied(
+            self._slots, self._ends, self._marks, self._cursors, self._model.levels, cls, self._model.now, slots, less
+        )
 
     def removed(self, cls: int, slots: Slots) -> None:
         """See EvictionPolicy."""
@@ -80,7 +96,7 @@ class ReturnEviction:
     def length(self, cls: int) -> int:
         """Leaves of a class."""
         self._check(cls)
-        return int(self._ends[2, cls * leaves.LISTS : (cls + 1) * leaves.LISTS].sum())
+        return int(self._ends[2, cls * leaf_lists.LISTS : (cls + 1) * leaf_lists.LISTS].sum())
 
     def _use(
         self,

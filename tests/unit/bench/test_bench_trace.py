@@ -7,11 +7,14 @@ import pytest
 
 from kvtierd.bench.options import Options
 from kvtierd.bench.trace import rows
+from kvtierd.bench.trace_admission import admission_rows, replay_admission
+from kvtierd.bench.trace_costs import cost_rows
 from kvtierd.bench.trace_file import make_trace
 from kvtierd.bench.trace_queues import lru_hits
 from kvtierd.bench.trace_replay import SEED, Cache, replay, return_hits
 from kvtierd.bench.trace_synthetic import MAKERS, synthetic_traces
 from kvtierd.bench.trace_table import BOUND, OURS, REFERENCES, Column, as_text, capacities_for, judged, measure
+from kvtierd.policy.admission import AdmitAll, SecondAccess
 from kvtierd.policy.eviction import LruEviction
 from kvtierd.policy.returns import ReturnModel
 
@@ -86,3 +89,30 @@ def test_the_bench_replays_a_file_at_the_capacities_asked_for(tmp_path, capsys):
     made = list(rows(Options(file=path, tier_blocks=(9, 99))))
     assert [row.value for row in made[:2]] == [0.4, 0.4]
     assert "two: 2 requests, 5 block accesses, 3 blocks" in capsys.readouterr().err
+
+
+def test_admitting_all_writes_every_block_once_and_misses_only_what_is_new(traces):
+    trace = traces["agents"]
+    outcome = replay_admission(trace, 50, AdmitAll())
+    assert outcome.writes == trace.unique / trace.accesses
+    assert outcome.hits == 1 - trace.unique / trace.accesses
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_second_access_writes_less_and_hits_no_more(traces, name):
+    trace = traces[name]
+    everything = replay_admission(trace, 50, AdmitAll())
+    second = replay_admission(trace, 50, SecondAccess(1 << 20, SEED))
+    assert second.writes < everything.writes
+    assert return_hits(trace, 50) / trace.accesses * 0.8 <= second.hits <= everything.hits
+
+
+def test_admission_is_judged_at_the_size_that_its_goals_are_for(traces):
+    assert all(row.goal for row in admission_rows(traces["repeats"], 10_000))
+    assert not any(row.goal for row in admission_rows(traces["repeats"], 100))
+
+
+def test_every_decision_has_a_cost():
+    found = list(cost_rows(Options(quick=True)))
+    assert len(found) == 9
+    assert all(row.value > 0 and row.unit == "ns a block" for row in found)

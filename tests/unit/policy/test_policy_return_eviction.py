@@ -149,3 +149,35 @@ def test_a_class_out_of_range_is_refused(cls):
 def test_limits_out_of_range_are_refused():
     with pytest.raises(ValueError, match="slots_max 0"):
         ReturnEviction(0, 1, ReturnModel(1, 1, records=2))
+
+
+def test_a_block_with_a_copy_elsewhere_goes_before_an_older_one_without():
+    rig = Rig()
+    rig.use(1, prompt=1)
+    rig.use(2, prompt=2, step_s=20)
+    rig.use(9, prompt=9, step_s=100)
+    assert rig.victims() == [1, 2, 9]
+    rig.policy.copied(2, np.array([2, 40], np.int32))
+    assert rig.victims() == [2, 1, 9]
+    rig.use(2, prompt=2)
+    rig.use(9, prompt=9, step_s=200)
+    assert rig.victims() == [2, 1, 9], "a use does not take the copy away"
+    rig.policy.copied(2, np.array([2], np.int32), elsewhere=False)
+    assert rig.victims() == [1, 2, 9]
+
+
+def test_a_copy_does_not_outlive_the_block():
+    rig = Rig()
+    rig.use(1, prompt=1)
+    rig.policy.copied(2, np.array([1], np.int32))
+    rig.remove(1)
+    rig.use(3, prompt=3)
+    rig.use(1, prompt=2, step_s=20)
+    rig.use(9, prompt=9, step_s=100)
+    assert rig.victims() == [3, 1, 9]
+
+
+@pytest.mark.parametrize("worth", [0, -1, 1.1])
+def test_the_worth_of_a_copied_block_is_a_share(worth):
+    with pytest.raises(ValueError, match="copied_worth"):
+        ReturnEviction(4, 1, ReturnModel(1, 1, records=2), worth)
