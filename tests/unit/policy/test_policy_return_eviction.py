@@ -160,7 +160,8 @@ def test_a_block_with_a_copy_elsewhere_goes_before_an_older_one_without():
     rig.policy.copied(2, np.array([2, 40], np.int32))
     assert rig.victims() == [2, 1, 9]
     rig.use(2, prompt=2)
-    rig.use(9, prompt=9, step_s=200)
+    for _ in range(4):
+        rig.use(9, prompt=9, step_s=50)
     assert rig.victims() == [2, 1, 9], "a use does not take the copy away"
     rig.policy.copied(2, np.array([2], np.int32), elsewhere=False)
     assert rig.victims() == [1, 2, 9]
