@@ -159,12 +159,20 @@ def test_a_block_with_a_copy_elsewhere_goes_before_an_older_one_without():
     assert rig.victims() == [1, 2, 9]
     rig.policy.copied(2, np.array([2, 40], np.int32))
     assert rig.victims() == [2, 1, 9]
-    rig.use(2, prompt=2)
-    for _ in range(4):
-        rig.use(9, prompt=9, step_s=50)
-    assert rig.victims() == [2, 1, 9], "a use does not take the copy away"
     rig.policy.copied(2, np.array([2], np.int32), elsewhere=False)
     assert rig.victims() == [1, 2, 9]
+
+
+def test_a_use_does_not_take_the_copy_away():
+    rig = Rig()
+    rig.use(1, prompt=1)
+    rig.use(2, prompt=2)
+    rig.policy.copied(2, np.array([2], np.int32))
+    rig.use(1, prompt=1, step_s=100)
+    rig.use(2, prompt=2)
+    for _ in range(9):
+        rig.use(9, prompt=9, step_s=30)
+    assert rig.victims(2) == [2, 1]
 
 
 def test_a_copy_does_not_outlive_the_block():
