@@ -15,6 +15,7 @@ from kvtierd.bench.rows import Row
 from kvtierd.bench.trace_admission import admission_rows
 from kvtierd.bench.trace_costs import cost_rows
 from kvtierd.bench.trace_file import read_traces
+from kvtierd.bench.trace_manager import manager_rows
 from kvtierd.bench.trace_synthetic import synthetic_traces
 from kvtierd.bench.trace_table import as_text, capacities_for, judged, measure
 
@@ -28,4 +29,5 @@ def rows(options: Options) -> Iterator[Row]:
         print(as_text(trace, columns), file=sys.stderr)
         yield from judged(trace, columns)
         yield from admission_rows(trace, capacities[len(capacities) // 2])
+    yield from manager_rows(options, traces[0])
     yield from cost_rows(options)

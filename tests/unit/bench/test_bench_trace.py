@@ -10,6 +10,7 @@ from kvtierd.bench.trace import rows
 from kvtierd.bench.trace_admission import admission_rows, replay_admission
 from kvtierd.bench.trace_costs import cost_rows
 from kvtierd.bench.trace_file import make_trace
+from kvtierd.bench.trace_manager import manager_rows
 from kvtierd.bench.trace_queues import lru_hits
 from kvtierd.bench.trace_replay import SEED, Cache, replay, return_hits
 from kvtierd.bench.trace_synthetic import MAKERS, synthetic_traces
@@ -116,3 +117,13 @@ def test_every_decision_has_a_cost():
     found = list(cost_rows(Options(quick=True)))
     assert len(found) == 9
     assert all(row.value > 0 and row.unit == "ns a block" for row in found)
+
+
+def test_the_real_manager_hits_what_lru_of_its_size_hits(monkeypatch):
+    monkeypatch.setattr("kvtierd.bench.trace_manager.HOST_BLOCKS", 512)
+    (trace,) = [trace for trace in synthetic_traces(400) if trace.name == "documents"]
+    speed, *steps, ratio = manager_rows(Options(), trace)
+    assert speed.value > 0
+    assert sum(step.value for step in steps) <= 1e9 / speed.value
+    assert ratio.value > 0.05
+    assert ratio.ratio == pytest.approx(1, abs=0.02)  # A request longer than the tier is stored as far as it fits.
