@@ -37,7 +37,7 @@ RECORD = np.dtype(
         ("after", "u1"),  # blocks after it in its request, at most 255
         ("state", "u1"),
         ("forked", "u1"),  # a request has already gone on from here with blocks of its own
-        ("pad", "u4"),
+        ("weight", "f4"),
     ]
 )
 assert RECORD.itemsize == 40
@@ -56,7 +56,7 @@ the index of the last observed one of those (-1: none)."""
 
 CHAIN_MAX = 32
 """Records looked at in a chain: keys come from clients, and could be made to collide."""
-SAMPLES = 6
+SAMPLES = 10
 """Observed blocks a request by sampling, about."""
 LONG_SAMPLES = 64
 """The same for a request much longer than the mean."""
@@ -118,9 +118,9 @@ def _unchain(heads: Heads, ring: Records, state: State, place: Word) -> None:
 def _count_age(counts: Counts, record: Any, now: Word) -> None:
     age = elapsed(record.at, now)
     if is_relative(record.kind):
-        counts[record.kind, relative_bin(age, record.interval)] += 1
+        counts[record.kind, relative_bin(age, record.interval)] += record.weight
     else:
-        counts[record.kind, age_bin(age)] += 1
+        counts[record.kind, age_bin(age)] += record.weight
 
 
 @helper
@@ -219,6 +219,27 @@ def _kinds_of(keys: Word, now: Word, story: Word, counts: Word, firsts: Word, ki
 
 
 @helper
+def _choose(state: State, keys: Word, story: Word, kinds: Word, weights: Word) -> None:
+    """Choose the blocks to observe: each gets a weight, the others keep 0."""
+    length = keys.size
+    mask = _sample_mask(state, length)
+    begin = count = 0
+    for index in range(length):
+        last_of_kind = index == length - 1 or kinds[index] != kinds[index + 1]
+        if (
+            last_of_kind
+            or index == length - 2
+            or index == story[FORKED_AT]
+            or ((_spread(keys[index], state[SECRET]) >> U64(40)) & mask) == 0
+        ):
+            weights[index] = 1.0
+            count += 1
+        if last_of_kind:
+            weights[begin : index + 1] /= np.float32(np.sqrt(count))
+            begin, count = index + 1, 0
+
+
+@helper
 def _fill(record: Any, key: Word, now: Word, story: Word, count: Word, first: Word, kind: Word, pace: Word) -> None:
     record.key, record.at, record.first = key, now, first
     record.pause, record.turn = story[PAUSE], min(story[TURN], 65535)
@@ -249,22 +270,21 @@ def observe(
     _recall(heads, ring, returned, state, keys, now, began, story, counts, firsts)
     story[MATCHED] = max(story[MATCHED], hits if began < 0 else 0)
     _kinds_of(keys, now, story, counts, firsts, kinds, paces)
-    mask = _sample_mask(state, length)
+    weights = np.zeros(length, np.float32)
+    _choose(state, keys, story, kinds, weights)
     for index in range(length):
-        chosen = index >= length - 2 or index == story[FORKED_AT] or kinds[index] != kinds[index + 1]
-        chosen = chosen or ((_spread(keys[index], state[SECRET]) >> U64(40)) & mask) == 0
         place = _find(heads, ring, state, keys[index])
         forked = np.uint8(0)
         if place >= 0:
             forked = ring[place].forked
             _unchain(heads, ring, state, place)
             ring[place].state = FREE
-        if not chosen:
+        if weights[index] == 0:
             continue
         place = _turn_over(heads, ring, returned, unreturned, state, now)
         record = ring[place]
         _fill(record, keys[index], now, story, counts[index], firsts[index], kinds[index], paces[index])
-        record.after = min(255, length - 1 - index)
+        record.after, record.weight = min(255, length - 1 - index), weights[index]
         record.forked = 1 if index == story[FORKED_AT] and index < length - 1 else forked
         bucket = _bucket(heads, state, keys[index])
         record.next = heads[bucket]

@@ -70,7 +70,7 @@ def _add_waiting(ring: Records, state: State, waiting: Scratch, now: Word) -> No
         if record.state == OPEN:
             age = elapsed(record.at, now)
             bin_ = relative_bin(age, record.interval) if is_relative(record.kind) else age_bin(age)
-            waiting[record.kind, bin_] += 1
+            waiting[record.kind, bin_] += record.weight
 
 
 @helper
