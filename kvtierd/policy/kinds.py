@@ -77,5 +77,11 @@ def shared_kind(count: Word, interval_bin: Word) -> Word:
     return SHARED + count_bucket * _INTERVALS + interval_bin // _BINS_A_BUCKET
 
 
+@helper
+def uses_doubled(kind: Word) -> Word:
+    """How often the uses of a shared kind's blocks have doubled, about: 1 for two or three of them."""
+    return 1 + (kind - SHARED) // _INTERVALS
+
+
 UNKNOWN_KIND = 0
 """Kind of a block of which only its slot is known: private, first turn."""
