@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from kvtierd.core.progress import Progress
 from kvtierd.storage.buffers import Scratch
 
 T = TypeVar("T")
@@ -46,9 +47,13 @@ class _Job(Generic[T]):
 
 
 class IoPool:
-    """`threads` daemon threads, each with its Scratch. Submit from the loop; close when nothing is in flight."""
+    """`threads` daemon threads, each with its Scratch. Submit from the loop; close when nothing is in flight.
 
-    def __init__(self, threads: int) -> None:
+    `progress` counts the jobs, and may be shared with whoever watches over the disk.
+    """
+
+    def __init__(self, threads: int, progress: Progress | None = None) -> None:
+        self._progress = progress or Progress()
         self._urgent: deque[_Job[Any]] = deque()
         self._patient: deque[_Job[Any]] = deque()
         self._wake = threading.Condition()
@@ -68,7 +73,12 @@ class IoPool:
                 raise RuntimeError("the I/O threads have ended")
             (self._urgent if urgent else self._patient).append(job)
             self._wake.notify()
+        self._progress.begun += 1
+        job.future.add_done_callback(self._ended)
         return job.future
+
+    def _ended(self, _future: object) -> None:
+        self._progress.ended += 1
 
     def close(self) -> None:
         """Run what was submitted, then end the threads."""

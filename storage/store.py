@@ -18,6 +18,7 @@ from kvtierd.config.schema import Nvme
 from kvtierd.core.clock import Clock
 from kvtierd.core.errors import ExitCode, StartupError, StorageError
 from kvtierd.core.namespace import Namespace
+from kvtierd.core.progress import Progress
 from kvtierd.storage import superblock
 from kvtierd.storage.directory import DirectoryLock, prepare
 from kvtierd.storage.flusher import Flusher
@@ -51,6 +52,8 @@ class SegmentStore:
         self._lock = DirectoryLock(self._directory)
         self._namespaces: dict[bytes, Namespace] = {}
         self._counters: Counter[str] = Counter()
+        self.progress = Progress()
+        """Of the I/O threads, from the start of `open`."""
         self._tell: Reclaimed = lambda _: None
         self._live: _Live | None = None
 
@@ -80,7 +83,7 @@ class SegmentStore:
             raise
 
     async def _start(self) -> Recovered:
-        pool = IoPool(self._settings.io_threads)
+        pool = IoPool(self._settings.io_threads, self.progress)
         try:
             ring, recovered = await open_store(self._settings, self._directory, self._io, pool)
         except BaseException:

@@ -29,7 +29,8 @@ class Admin:
         self._copies = copies
         self._onboarder = onboarder
         self._write_behind = write_behind
-        self._pinned_bytes_max = pinned_bytes_max
+        self.pinned_bytes_max = pinned_bytes_max
+        """Most that pins may hold."""
         self.pinned_bytes = 0
         self._pinning_bytes = 0
         """Of pins whose blocks are on their way into host: they count too, or many at once would pass the limit."""
@@ -42,10 +43,10 @@ class Admin:
         keys = [key.tobytes() for key in keys_of(frames[0])]
         wanted = [key for key in dict.fromkeys(keys) if key not in pins]
         size = entry.geometry.slot_bytes
-        if self.pinned_bytes + self._pinning_bytes + len(wanted) * size > self._pinned_bytes_max:
+        if self.pinned_bytes + self._pinning_bytes + len(wanted) * size > self.pinned_bytes_max:
             raise RequestError(
                 ErrorCode.TOO_LARGE,
-                f"{len(wanted)} more pins of {size} bytes go over the limit of {self._pinned_bytes_max} pinned bytes; "
+                f"{len(wanted)} more pins of {size} bytes go over the limit of {self.pinned_bytes_max} pinned bytes; "
                 "unpin some or raise leases.max_pinned_share",
             )
         found = np.frombuffer(b"".join(wanted), np.uint8).reshape(len(wanted), -1) if wanted else None

@@ -16,6 +16,7 @@ import numpy as np
 from kvtierd.config.schema import Settings
 from kvtierd.core.clock import Clock
 from kvtierd.core.errors import ErrorCode, RequestError
+from kvtierd.core.progress import Progress
 from kvtierd.core.units import PAGE_BYTES
 from kvtierd.gpu import Device
 from kvtierd.policy.eviction import LruEviction
@@ -79,8 +80,7 @@ class TierManager:
         self._onboarder = Onboarder(self._room, store, self._workers, ONBOARDS_INFLIGHT_MAX)
         self._reads = Reads(settings, self._room, self._onboarder, self._workers, clock)
         self._writes = Writes(settings, self._room, self._write_behind, self._workers, clock)
-        pinned_max = int(settings.host.capacity * settings.leases.max_pinned_share)
-        self._admin = Admin(self.copies, self._onboarder, self._write_behind, pinned_max)
+        self._admin = Admin(self.copies, self._onboarder, self._write_behind, _pinned_max(settings))
         self._ticker: asyncio.Task[None] | None = None
         self.reports: list[Callable[[], Mapping[str, Any]]] = []
         self._handlers = self._table()
@@ -112,9 +112,31 @@ class TierManager:
         """Wait until the host tier has its memory, or could not get it."""
         await self._room.grown()
 
+    def apply(self, settings: Settings) -> None:
+        """Take over those settings that may change while the daemon runs (`reload` in kvtierd.config.schema)."""
+        self.settings = settings
+        self._room.marks = {"host": settings.host.watermark, "gpu": settings.kv_cache_config.gpu_watermark}
+        self._reads.apply(settings)
+        self._writes.apply(settings)
+        self._admin.pinned_bytes_max = _pinned_max(settings)
+
+    @property
+    def progress(self) -> Progress:
+        """Of the threads that copy and hash."""
+        return self._workers.progress
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes of blocks that are not on disk yet."""
+        return self._write_behind.backlog_bytes if self._write_behind else 0
+
+    def take_stores(self, *, yes: bool) -> None:
+        """Take stores, or answer each with `shutting_down`."""
+        self._writes.closed = not yes
+
     async def drain(self) -> None:
         """Take no more stores and bring the dirty backlog to disk. Raises StorageError when that fails."""
-        self._writes.closed = True
+        self.take_stores(yes=False)
         if self._write_behind is not None:
             await self._write_behind.flush()
 
@@ -158,13 +180,7 @@ class TierManager:
 
     def chunk_files(self, session: Session, chunk: int) -> ChunkFiles | None:
         """Descriptors of a chunk of the session's tenant (protocol.service.ChunkSource)."""
-        found = self.copies.host.chunk_of(chunk, session.tenant)
-        if found is None:
-            return None
-        memory, cls = found
-        return ChunkFiles(
-            chunk, memory.chunk_bytes, cls.slot_bytes, cls.slots_per_slab, memory.data_fd, memory.generations_fd
-        )
+        return self.copies.host.chunk_files(chunk, session.tenant)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges by name; `reports` adds those of parts that the manager does not know."""
@@ -283,3 +299,7 @@ class TierManager:
             self._reads.expire(now_ns)
             self._writes.expire(now_ns)
             self._room.keep_watermarks()
+
+
+def _pinned_max(settings: Settings) -> int:
+    return int(settings.host.capacity * settings.leases.max_pinned_share)

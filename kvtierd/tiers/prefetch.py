@@ -31,13 +31,14 @@ class Prefetcher:
     def __init__(self, copies: Copies, onboarder: Onboarder, window: int) -> None:
         self._copies = copies
         self._onboarder = onboarder
-        self._window = window
+        self.window = window
+        """Blocks of a sequence fetched ahead."""
         self._tasks: dict[asyncio.Task[None], int] = {}
 
     def follow(self, session: Session, entry: NamespaceEntry, run: Rows) -> None:
         """This run was read: bring the next blocks of the sequence into host."""
         last = int(run[-1])
-        if not self._window or self._copies.blocks.table.next_row[last] < 0:
+        if not self.window or self._copies.blocks.table.next_row[last] < 0:
             return
         rows = self._following(entry, last)
         if rows.size and len(self._tasks) < MAX_PREFETCHES:
@@ -80,7 +81,7 @@ class Prefetcher:
     def _following(self, entry: NamespaceEntry, row: int) -> Rows:
         """Up to a window of rows behind this one that have no host copy and no move under way."""
         table, found = self._copies.blocks.table, []
-        for _ in range(self._window):
+        for _ in range(self.window):
             row = int(table.next_row[row])
             if row < 0 or table.namespace[row] != entry.number or not table.flags[row] & VISIBLE:
                 break  # the hint is stale: that row is another block's now

@@ -58,10 +58,16 @@ class Reads:
         self._onboarder = onboarder
         self._workers = workers
         self._clock = clock
-        self._limits: Leases = settings.leases
+        self._limits: Leases
         self._message_bytes = settings.server.max_message_bytes
         self.leases: Register[Lease] = Register(settings.leases.max_leases)
         self.prefetcher = Prefetcher(room.copies, onboarder, settings.kv_cache_config.prefetch_window)
+        self.apply(settings)
+
+    def apply(self, settings: Settings) -> None:
+        """Take over what may change while the daemon runs."""
+        self._limits = settings.leases
+        self.prefetcher.window = settings.kv_cache_config.prefetch_window
 
     def lookup(self, session: Session, request: Lookup, frames: Frames) -> Answer:
         """Answer the common prefix of one or several namespaces."""

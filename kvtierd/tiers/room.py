@@ -33,7 +33,8 @@ class Room:
     def __init__(self, copies: Copies, workers: Workers, host_mark: float, gpu_mark: float) -> None:
         self.copies = copies
         self._workers = workers
-        self._marks = {"host": host_mark, "gpu": gpu_mark}
+        self.marks = {"host": host_mark, "gpu": gpu_mark}
+        """Watermarks by tier."""
         self._active: dict[tuple[str, int], bool] = {}
         self._growth: asyncio.Task[None] | None = None
         self._moved_at = -1
@@ -133,7 +134,7 @@ class Room:
     def _over(self, tier: str, cls: SlotClass, *, spare: int) -> int:
         """How many slots of a class to free now. A class that can still get spare slabs counts them as free."""
         total = cls.total + spare * cls.slots_per_slab
-        high = self._marks[tier]
+        high = self.marks[tier]
         active = self._active.get((tier, cls.id), False)
         count, active = to_free(cls.used, total, high, high - HYSTERESIS, active)
         self._active[tier, cls.id] = active

@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable
 from typing import TypeVar
 
+from kvtierd.core.progress import Progress
+
 T = TypeVar("T")
 
 THREADS_MAX = 8
@@ -20,11 +22,14 @@ class Workers:
     def __init__(self, threads: int) -> None:
         count = threads or min(THREADS_MAX, len(os.sched_getaffinity(0)))
         self.executor = concurrent.futures.ThreadPoolExecutor(count, thread_name_prefix="kvtierd-worker")
+        self.progress = Progress()
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run in a thread. A caller that is cancelled, once or often, still waits: slots that a thread touches must
         stay held until it ends. (A deadline cancels a request, and the end of its session may do so again.)"""
         future = asyncio.get_running_loop().run_in_executor(self.executor, work)
+        self.progress.begun += 1
+        future.add_done_callback(self._ended)
         cancelled = False
         while not future.done():
             try:
@@ -36,6 +41,9 @@ class Workers:
                 future.exception()  # it counts as seen: the cancelled caller has no use for it
             raise asyncio.CancelledError
         return future.result()
+
+    def _ended(self, _future: object) -> None:
+        self.progress.ended += 1
 
     def close(self) -> None:
         """Wait for running work and end the threads."""

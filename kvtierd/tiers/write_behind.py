@@ -120,6 +120,11 @@ class WriteBehind:
             self._copies.blocks.end_move(gone)
             self._enqueue(_Batch(batch.entry, batch.cls, batch.rows[kept], slots[kept], batch.number))
 
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes of blocks that are not on disk yet: what `flush` has to write. At most the host tier."""
+        return self.waiting_bytes + sum(batch.size_bytes for batch in self._deferred)
+
     async def flush(self) -> None:
         """Return when everything queued before the call is on stable storage, deletes included. Raises StorageError."""
         last = self._next_number

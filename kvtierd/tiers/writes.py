@@ -53,9 +53,13 @@ class Writes:
         self._write_behind = write_behind
         self._workers = workers
         self._clock = clock
-        self._ttl_ns = settings.leases.reservation_ttl_ms * 1_000_000
+        self.apply(settings)
         self.reservations: Register[Reservation] = Register(settings.leases.max_leases)
         self.closed = False
+
+    def apply(self, settings: Settings) -> None:
+        """Take over what may change while the daemon runs."""
+        self._ttl_ns = settings.leases.reservation_ttl_ms * 1_000_000
 
     def reserve(self, session: Session, request: Reserve, frames: Frames) -> Answer | Awaitable[Answer]:
         """Grant host slots for the keys that are not there; just after a start it waits for the arena's memory."""
