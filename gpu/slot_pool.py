@@ -1,13 +1,20 @@
 """Bookkeeping of a pool cut into slots: which slot is free, whose it is, and who holds it.
 
 A pool is a row of slabs of equal size. A slab belongs to one class (slot size, layers, tenant) at a time and is cut
-into that class's slots; slabs go to classes on demand, so blocks of different models share one budget. Slots have
-dense numbers, `slab * stride + index`, which index the columns. Nothing here touches the memory itself.
+into that class's slots; slabs go to classes on demand, so blocks of different models share one budget. Nothing here
+touches the memory itself.
+
+Slots have dense numbers, which index the columns: a slab that is cut gets numbers for the slots it has then, and gives
+them back with its class. A pool could be cut into as many slots as it has pages, and columns over these are reserved;
+only what is numbered is ever touched, so a pool of large slots has small columns. Numbers come in **runs** of up to
+RUN_SLOTS neighbours. A slab's runs need not lie side by side, so whatever the order in which slabs come and go, numbers
+never run out before slabs do; what a slot's number says of its place is looked up by run.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +22,21 @@ import numpy.typing as npt
 from kvtierd.core.checksum import Sums
 from kvtierd.core.units import PAGE_BYTES
 from kvtierd.index.bitmap import HierarchicalBitmap
+from kvtierd.index.memory import reserve
 
 Slots = npt.NDArray[np.int32]
 NO_SLOT = -1
 
+RUN_SLOTS = 16
+"""Most numbers of a run: a line of an int32 column. A slab leaves less than one run unused."""
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SlotClass:
-    """Slots of one size. `free` has a bit per free slot; `sums` holds the layer sums of each slot's block."""
+    """Slots of one size. `free` has a bit per free slot; `sums` holds the layer sums of each slot's block.
+
+    `sums` is [most slots the class can have, layers] uint64, reserved; a slab's rows follow each other.
+    """
 
     id: int
     slot_bytes: int
@@ -30,9 +44,12 @@ class SlotClass:
     tenant: str
     slots_per_slab: int
     free: HierarchicalBitmap
+    sums: Sums
     slabs: list[int] = dataclasses.field(default_factory=list)
     free_count: int = 0
-    sums: Sums = dataclasses.field(default_factory=lambda: np.empty((0, 0), np.uint64))
+    ordinals: int = 0
+    """Parts of `sums` that were ever given to a slab; `ordinals_freed` of them are nobody's now, a heap."""
+    ordinals_freed: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def total(self) -> int:
@@ -44,9 +61,39 @@ class SlotClass:
         """Slots that are not free."""
         return self.total - self.free_count
 
+    def next_ordinal(self) -> int:
+        """Take the first part of `sums` that no slab has."""
+        if self.ordinals_freed:
+            return heapq.heappop(self.ordinals_freed)
+        self.ordinals += 1
+        return self.ordinals - 1
+
+
+class _Runs:
+    """Which runs of numbers are free: those given back first, neighbours where there are, then fresh ones."""
+
+    def __init__(self, count: int) -> None:
+        self._freed = HierarchicalBitmap(max(1, count))
+        self._freed_count = 0
+        self._fresh = 0
+        self._count = count
+
+    def take(self, count: int) -> npt.NDArray[np.int64]:
+        """Take `count` runs."""
+        again = self._freed.take(min(count, self._freed_count))
+        self._freed_count -= again.size
+        fresh = np.arange(self._fresh, self._fresh + count - again.size)
+        self._fresh += fresh.size
+        assert self._fresh <= self._count, "slabs have more slots than the pool has pages"
+        return np.concatenate([again, fresh])
+
+    def give(self, runs: npt.NDArray[np.int64]) -> None:
+        """Put runs back."""
+        self._freed_count += self._freed.set(runs)
+
 
 class SlotPool:
-    """Slots of several sizes in slabs of one size.
+    """Slots of several sizes in slabs of one size. Slot numbers are in 0..`slots_max` - 1.
 
     Columns over slot numbers: `row` (owner in the block table, -1 when free) and `holds` (leases, moves and pins that
     keep a slot from changing hands).
@@ -54,14 +101,22 @@ class SlotPool:
 
     def __init__(self, slab_bytes: int, slabs_max: int) -> None:
         self.slab_bytes = slab_bytes
-        self.stride = slab_bytes // PAGE_BYTES
-        size = self.stride * slabs_max
-        self.row = np.full(size, NO_SLOT, np.int32)
-        self.holds = np.zeros(size, np.int32)
+        self.slabs_max = slabs_max
+        pages = slab_bytes // PAGE_BYTES
+        # A power of two that divides a slab's pages: rounding its slots up to whole runs never exceeds its pages.
+        run_slots = min(RUN_SLOTS, max(1, pages & -pages))
+        self._shift, self._mask = run_slots.bit_length() - 1, run_slots - 1
+        self.slots_max = pages * slabs_max
+        self.row: Slots = reserve((self.slots_max,), np.int32, huge=False)
+        self.holds: npt.NDArray[np.int32] = reserve((self.slots_max,), np.int32, huge=False)
         self.classes: list[SlotClass] = []
         self._by_shape: dict[tuple[int, int, str], SlotClass] = {}
         self._slab_class = np.full(slabs_max, -1, np.int32)
-        self._slab_ordinal = np.zeros(slabs_max, np.int64)
+        self._slab_runs: dict[int, npt.NDArray[np.int64]] = {}
+        self._runs = _Runs(self.slots_max >> self._shift)
+        self._run_slab: npt.NDArray[np.int32] = reserve((self.slots_max >> self._shift,), np.int32, huge=False)
+        self._run_first: npt.NDArray[np.int32] = reserve((self.slots_max >> self._shift,), np.int32, huge=False)
+        self._run_sums: npt.NDArray[np.int32] = reserve((self.slots_max >> self._shift,), np.int32, huge=False)
 
     def class_for(self, slot_bytes: int, layers: int, tenant: str) -> SlotClass:
         """Return the class of a slot shape, making it when it is new. The slot must fit a slab."""
@@ -70,28 +125,29 @@ class SlotPool:
         if known is None:
             per_slab = self.slab_bytes // slot_bytes
             assert per_slab > 0, "the caller checks that a block fits"
-            free = HierarchicalBitmap(self.row.size)
-            known = SlotClass(len(self.classes), slot_bytes, layers, tenant, per_slab, free)
+            assert slot_bytes >= PAGE_BYTES, "a slot has whole pages"
+            sums = reserve((per_slab * self.slabs_max, layers), np.uint64, huge=False)
+            free = HierarchicalBitmap(max(1, self.slots_max))
+            known = SlotClass(len(self.classes), slot_bytes, layers, tenant, per_slab, free, sums)
             self.classes.append(known)
             self._by_shape[shape] = known
         return known
 
-    def add_slab(self, cls: SlotClass, slab: int) -> None:
-        """Give a slab to a class: its slots become free ones."""
+    def add_slab(self, cls: SlotClass, slab: int) -> Slots:
+        """Give a slab to a class: its slots become free ones. Returns their numbers, in the order of their places."""
         assert self._slab_class[slab] == -1, f"slab {slab} has an owner"
         self._slab_class[slab] = cls.id
-        ordinal = self._free_ordinal(cls)
-        self._slab_ordinal[slab] = ordinal
+        runs = self._slab_runs[slab] = self._runs.take((cls.slots_per_slab + self._mask) >> self._shift)
+        first = np.arange(runs.size) << self._shift
+        self._run_slab[runs] = slab
+        self._run_first[runs] = first
+        self._run_sums[runs] = cls.next_ordinal() * cls.slots_per_slab + first
         cls.slabs.append(slab)
-        rows_needed = (ordinal + 1) * cls.slots_per_slab
-        if cls.sums.shape[0] < rows_needed:
-            grown = np.zeros((rows_needed, cls.layers), np.uint64)
-            if cls.sums.size:
-                grown[: cls.sums.shape[0]] = cls.sums
-            cls.sums = grown
-        first = slab * self.stride
-        cls.free.set_range(first, first + cls.slots_per_slab)
+        slots = self.slots_of(slab)
+        self.row[slots] = NO_SLOT
+        cls.free.set(slots.astype(np.int64))
         cls.free_count += cls.slots_per_slab
+        return slots
 
     def remove_slab(self, slab: int) -> None:
         """Take an empty slab from its class; every slot of it must be free and unheld."""
@@ -99,17 +155,20 @@ class SlotPool:
         slots = self.slots_of(slab)
         assert (self.row[slots] == NO_SLOT).all(), f"slab {slab} has blocks"
         assert not self.holds[slots].any(), f"slab {slab} is held"
-        first, end = int(slots[0]), int(slots[-1]) + 1
-        assert cls.free.count(first, end) == slots.size, f"slab {slab} has reserved slots"
-        cls.free.clear_range(first, end)
+        cleared = cls.free.clear(slots.astype(np.int64))
+        assert cleared == slots.size, f"slab {slab} has reserved slots"
         cls.free_count -= slots.size
         cls.slabs.remove(slab)
         self._slab_class[slab] = -1
+        runs = self._slab_runs.pop(slab)
+        heapq.heappush(cls.ordinals_freed, int(self._run_sums[runs[0]]) // cls.slots_per_slab)
+        self._runs.give(runs)
 
     def slots_of(self, slab: int) -> Slots:
-        """Every slot number of a slab."""
+        """Every slot number of a slab, in the order of their places."""
         cls = self.classes[self._slab_class[slab]]
-        return np.arange(slab * self.stride, slab * self.stride + cls.slots_per_slab, dtype=np.int32)
+        numbers = (self._slab_runs[slab] << self._shift)[:, None] + np.arange(self._mask + 1)
+        return numbers.ravel()[: cls.slots_per_slab].astype(np.int32)
 
     def take(self, cls: SlotClass, count: int) -> Slots:
         """Take up to `count` free slots of a class; neighbours where there is a run, fewer when there are fewer."""
@@ -134,21 +193,23 @@ class SlotPool:
         assert self.holds[slots].all(), "a slot that nobody holds was released"
         np.subtract.at(self.holds, slots, 1)
 
-    def slab_of(self, slots: Slots) -> npt.NDArray[np.int64]:
+    def place(self, slot: int) -> tuple[int, int]:
+        """Slab of a slot, and which of the slab's slots it is."""
+        run = slot >> self._shift
+        return self._run_slab.item(run), self._run_first.item(run) + (slot & self._mask)
+
+    def slabs_of(self, slots: Slots) -> npt.NDArray[np.int32]:
         """Slab numbers of slots."""
-        return np.asarray(slots, np.int64) // self.stride
+        return self._run_slab[slots >> self._shift]
+
+    def indices(self, slots: Slots) -> npt.NDArray[np.int32]:
+        """Which of their slab's slots these are."""
+        return self._run_first[slots >> self._shift] + (slots & self._mask)
 
     def offsets(self, cls: SlotClass, slots: Slots) -> npt.NDArray[np.int64]:
         """Bytes from the start of their slab at which slots of a class begin."""
-        return np.asarray(slots, np.int64) % self.stride * cls.slot_bytes
+        return self.indices(slots) * np.int64(cls.slot_bytes)
 
-    def sum_rows(self, slots: Slots) -> npt.NDArray[np.int64]:
+    def sum_rows(self, slots: Slots) -> npt.NDArray[np.int32]:
         """Row of each slot in its class's `sums`."""
-        wide = np.asarray(slots, np.int64)
-        cls = self.classes[self._slab_class[int(wide[0]) // self.stride]] if wide.size else None
-        per_slab = cls.slots_per_slab if cls is not None else 1
-        return self._slab_ordinal[wide // self.stride] * per_slab + wide % self.stride
-
-    def _free_ordinal(self, cls: SlotClass) -> int:
-        taken = {int(self._slab_ordinal[slab]) for slab in cls.slabs}
-        return next(i for i in range(len(taken) + 1) if i not in taken)
+        return self._run_sums[slots >> self._shift] + (slots & self._mask)

@@ -48,13 +48,16 @@ class MappedChunk:
     """
 
     def __init__(self, reply: ArenaChunk, data_fd: int, generations_fd: int) -> None:
-        table_bytes = reply.slots * _GENERATION_BYTES
+        first = reply.generations_first
+        if first < 0:
+            raise ArenaError(f"a chunk whose generations begin at entry {first} of their file is refused")
+        table_bytes = (first + reply.slots) * _GENERATION_BYTES
         _check_file("data", data_fd, reply.chunk_bytes)
         _check_file("generations", generations_fd, table_bytes)
         self.slot_bytes = reply.slot_bytes
         self.data: Bytes = np.asarray(SharedMapping(data_fd, reply.chunk_bytes, writable=True))
         table: Bytes = np.asarray(SharedMapping(generations_fd, table_bytes, writable=False))
-        self.generations: npt.NDArray[np.uint64] = table.view("<u8")
+        self.generations: npt.NDArray[np.uint64] = table.view("<u8")[first:]
 
     def view(self, offset: int, nbytes: int) -> Bytes:
         """Bytes of one slot. Raises ArenaError when they do not lie in the chunk."""

@@ -222,7 +222,8 @@ class ArenaListener:
             self._send(connection, ArenaGone(chunk))
             return
         connection.mapped.add(chunk)
-        reply = ArenaChunk(files.chunk, files.chunk_bytes, files.slot_bytes, files.slots)
+        shape = (files.chunk_bytes, files.slot_bytes, files.slots, files.generations_first)
+        reply = ArenaChunk(files.chunk, *shape)
         self._send(connection, reply, (files.data_fd, files.generations_fd))
 
     def _send(self, connection: _Connection, reply: AnyArenaReply, descriptors: tuple[int, ...] = ()) -> None:

@@ -167,12 +167,16 @@ class ArenaReady(msgspec.Struct, tag="arena_ready", tag_field="op"):
 
 
 class ArenaChunk(msgspec.Struct, tag="arena_chunk", tag_field="op"):
-    """With two descriptors: the chunk's data, then its generation table (u64 LE per slot, read-only)."""
+    """With two descriptors: the chunk's data, then a file of generations (u64 LE per slot, read-only).
+
+    Those of this chunk's slots begin at entry `generations_first` of the file.
+    """
 
     chunk: int
     chunk_bytes: int
     slot_bytes: int
     slots: int
+    generations_first: int = 0
 
 
 class ArenaGone(msgspec.Struct, tag="arena_gone", tag_field="op"):

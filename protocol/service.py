@@ -89,6 +89,7 @@ class ChunkFiles:
     slots: int
     data_fd: int
     generations_fd: int
+    generations_first: int = 0
 
 
 class ChunkSource(Protocol):

@@ -121,7 +121,9 @@ class Rig:
 
     def generation(self, descriptor: npt.NDArray[Any], geometry: Geometry = SHAPE) -> int:
         """The slot's generation as the shared table shows it now."""
-        return int(self._chunk(descriptor).generations[int(descriptor["offset"]) // geometry.slot_bytes])
+        self._chunk(descriptor)
+        table = self.manager.copies.host.shared_generations(int(descriptor["chunk"]))
+        return int(table[int(descriptor["offset"]) // geometry.slot_bytes])
 
     def _chunk(self, descriptor: npt.NDArray[Any]) -> Chunk:
         found = self.manager.copies.host.chunk_of(int(descriptor["chunk"]), "default")

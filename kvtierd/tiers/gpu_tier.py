@@ -27,5 +27,5 @@ class GpuTier(SlotTier):
         self.device.copy_out(self._offset(cls, slot), target)
 
     def _offset(self, cls: SlotClass, slot: int) -> int:
-        slab, index = divmod(slot, self.pool.stride)
+        slab, index = self.pool.place(slot)
         return slab * self.pool.slab_bytes + index * cls.slot_bytes

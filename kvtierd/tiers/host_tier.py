@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
 from kvtierd.config.schema import Host
 from kvtierd.core.checksum import Bytes
 from kvtierd.gpu.slot_pool import SlotClass, Slots
+from kvtierd.index.memory import reserve
 from kvtierd.policy.eviction import EvictionPolicy
 from kvtierd.protocol.messages import SLOT_DTYPE
-from kvtierd.tiers.arena import Chunk
+from kvtierd.protocol.service import ChunkFiles
+from kvtierd.tiers.arena import Chunk, Generations, GenerationTable
 from kvtierd.tiers.slot_tier import SlotTier
 
 Descriptors = npt.NDArray[np.void]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Cut:
+    """A chunk that was cut into slots of a class: where their generations are, as clients see them."""
+
+    cls: SlotClass
+    table: GenerationTable
+    part: int
+
+    @property
+    def first(self) -> int:
+        """Place in the table of the chunk's first slot."""
+        return self.part * self.cls.slots_per_slab
 
 
 class HostTier(SlotTier):
@@ -27,9 +49,11 @@ class HostTier(SlotTier):
         """Slabs that have no memory yet."""
         self._chunks: dict[int, Chunk] = {}
         self._slab_of_number: dict[int, int] = {}
-        self._slab_class: dict[int, SlotClass] = {}
+        self._cuts: dict[int, _Cut] = {}
+        self._tables: dict[int, list[GenerationTable]] = {}
+        """By class: tables with room for another chunk."""
         self._numbers = np.zeros(self.slabs_max, np.uint32)
-        self._generation = np.ones(self.pool.row.size, np.uint64)
+        self._generation: Generations = reserve((self.pool.slots_max,), np.uint64, huge=False)
         self._next_number = 1
 
     def new_number(self) -> int:
@@ -42,51 +66,76 @@ class HostTier(SlotTier):
         self._chunks[slab] = chunk
         self._slab_of_number[chunk.number] = slab
         self._numbers[slab] = chunk.number
-        first = slab * self.pool.stride
-        chunk.generations[: self.pool.stride] = self._generation[first : first + self.pool.stride]
         self.spare.append(slab)
 
     def drop(self, slab: int) -> Chunk:
         """Take the memory of a slab without a class away; the caller closes it."""
         chunk = self._chunks.pop(slab)
         del self._slab_of_number[chunk.number]
-        self._slab_class.pop(slab, None)
+        cut = self._cuts.pop(slab, None)
+        if cut is not None:
+            self._give_part(cut)
         self.missing.append(slab)
         return chunk
 
-    def attach_slab(self, cls: SlotClass, slab: int) -> None:
+    def attach_slab(self, cls: SlotClass, slab: int) -> bool:
         """Cut a chunk into slots of a class."""
+        try:
+            cut = self._take_part(cls)
+        except OSError as error:
+            # A page of memory or a descriptor: whoever wanted the slots finds none, and may ask again.
+            _log.error("host tier: a generation table could not be made: %s", error.strerror or error)
+            return False
         super().attach_slab(cls, slab)
-        self._slab_class[slab] = cls
+        self._cuts[slab] = cut
+        shared = cut.table.generations[cut.first : cut.first + cls.slots_per_slab]
+        # On from what a chunk left there that is gone: a reader that still has it mapped sees its slots change.
+        shared += np.uint64(1)
+        self._generation[self.pool.slots_of(slab)] = shared
+        return True
 
     def chunk_of(self, number: int, tenant: str) -> tuple[Chunk, SlotClass] | None:
         """The chunk with this number, if it is cut into slots of this tenant."""
         slab = self._slab_of_number.get(number, -1)
-        cls = self._slab_class.get(slab)
-        if cls is None or cls.tenant != tenant:
+        cut = self._cuts.get(slab)
+        if cut is None or cut.cls.tenant != tenant:
             return None
-        return self._chunks[slab], cls
+        return self._chunks[slab], cut.cls
+
+    def chunk_files(self, number: int, tenant: str) -> ChunkFiles | None:
+        """What a client of a tenant gets to map a chunk (protocol.service.ChunkSource)."""
+        found = self.chunk_of(number, tenant)
+        if found is None:
+            return None
+        chunk, cls = found
+        cut = self._cuts[self._slab_of_number[number]]
+        return ChunkFiles(
+            number, chunk.chunk_bytes, cls.slot_bytes, cls.slots_per_slab, chunk.data_fd, cut.table.fd, cut.first
+        )
+
+    def shared_generations(self, number: int) -> Generations:
+        """Generations of a chunk's slots in the table that clients see, a view."""
+        cut = self._cuts[self._slab_of_number[number]]
+        return cut.table.generations[cut.first : cut.first + cut.cls.slots_per_slab]
 
     def free(self, cls: SlotClass, slots: Slots) -> None:
         """Put slots back; their generation moves on first, so that a late reader sees that they changed hands."""
         self._generation[slots] += np.uint64(1)
-        wide = slots.astype(np.int64)
-        slabs = wide // self.pool.stride
-        for slab in np.unique(slabs):
-            mine = wide[slabs == slab]
-            self._chunks[int(slab)].generations[mine - int(slab) * self.pool.stride] = self._generation[mine]
+        slabs, indices = self.pool.slabs_of(slots), self.pool.indices(slots)
+        for slab in np.unique(slabs).tolist():
+            cut, mine = self._cuts[slab], slabs == slab
+            cut.table.generations[cut.first + indices[mine]] = self._generation[slots[mine]]
         super().free(cls, slots)
 
     def view(self, cls: SlotClass, slot: int) -> Bytes:
         """The memory of a slot, [slot_bytes] uint8."""
-        slab, index = divmod(slot, self.pool.stride)
+        slab, index = self.pool.place(slot)
         begin = index * cls.slot_bytes
         return self._chunks[slab].memory[begin : begin + cls.slot_bytes]
 
     def describe(self, cls: SlotClass, slots: Slots, out: Descriptors) -> None:
         """Fill slot descriptors (SLOT_DTYPE) for the wire: chunk, offset, generation."""
-        slabs = slots // self.pool.stride
-        out["chunk"] = self._numbers[slabs]
+        out["chunk"] = self._numbers[self.pool.slabs_of(slots)]
         out["offset"] = self.pool.offsets(cls, slots)
         out["generation"] = self._generation[slots]
 
@@ -95,6 +144,36 @@ class HostTier(SlotTier):
         for chunk in self._chunks.values():
             chunk.close()
         self._chunks.clear()
+        for table in {id(table): table for table in self._all_tables()}.values():
+            table.close()
+        self._cuts.clear()
+        self._tables.clear()
+
+    def _all_tables(self) -> Iterator[GenerationTable]:
+        yield from (cut.table for cut in self._cuts.values())
+        for tables in self._tables.values():
+            yield from tables
+
+    def _take_part(self, cls: SlotClass) -> _Cut:
+        """Room for a chunk's generations in a table of its class, made when there is none. May raise OSError."""
+        tables = self._tables.setdefault(cls.id, [])
+        if not tables:
+            tables.append(GenerationTable(cls.slots_per_slab))
+        table = tables[-1]
+        part = table.free_parts.pop()
+        if not table.free_parts:
+            tables.pop()
+        return _Cut(cls, table, part)
+
+    def _give_part(self, cut: _Cut) -> None:
+        tables = self._tables[cut.cls.id]
+        cut.table.free_parts.append(cut.part)
+        if len(cut.table.free_parts) == 1 < cut.table.parts:
+            tables.append(cut.table)
+        if len(cut.table.free_parts) == cut.table.parts:
+            if cut.table in tables:
+                tables.remove(cut.table)
+            cut.table.close()
 
 
 def empty_descriptors(count: int) -> Descriptors:

@@ -43,15 +43,18 @@ class SlotTier:
     def take_free(self, cls: SlotClass, count: int) -> Slots:
         """Take up to `count` free slots, cutting spare slabs as needed. They come with one hold each."""
         while cls.free_count < count and self.spare:
-            self.attach_slab(cls, self.spare.pop())
+            if not self.attach_slab(cls, self.spare[-1]):
+                break
+            self.spare.pop()
         slots = self.pool.take(cls, count)
         self.pool.row[slots] = ORPHAN
         self.pool.holds[slots] = 1
         return slots
 
-    def attach_slab(self, cls: SlotClass, slab: int) -> None:
-        """Cut a spare slab into slots of a class."""
+    def attach_slab(self, cls: SlotClass, slab: int) -> bool:
+        """Cut a spare slab into slots of a class, or leave it as it is: then False."""
         self.pool.add_slab(cls, slab)
+        return True
 
     def victims(self, cls: SlotClass, count: int) -> Slots:
         """Up to `count` slots that may go: unheld, coldest first."""

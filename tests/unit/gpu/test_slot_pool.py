@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvtierd.core.units import MIB
-from kvtierd.gpu.slot_pool import NO_SLOT, SlotPool
-
-
-def free_slots(pool, cls):
-    every = np.arange(pool.row.size)
-    return every[cls.free.test(every)]
+from kvtierd.gpu.slot_pool import SlotPool
 
 
 def test_slots_start_at_the_beginning_of_a_slab_and_do_not_overlap():
@@ -21,7 +14,7 @@ def test_slots_start_at_the_beginning_of_a_slab_and_do_not_overlap():
     cls = pool.class_for(12_288, 3, "default")
     pool.add_slab(cls, 2)
     slots = pool.take(cls, 5)
-    assert pool.slab_of(slots).tolist() == [2] * 5
+    assert pool.slabs_of(slots).tolist() == [2] * 5
     assert pool.offsets(cls, slots).tolist() == [0, 12_288, 24_576, 36_864, 49_152]
     assert cls.used == 5
     assert cls.total == MIB // 12_288
@@ -62,30 +55,46 @@ def test_sums_survive_the_growth_of_their_class():
     assert cls.sums[pool.sum_rows(first)].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["add", "remove", "take", "give"]), st.integers(0, 7)), max_size=60))
-def test_accounts_agree_after_any_order_of_calls(steps):
-    pool = SlotPool(64 * 4096, 4)
-    classes = [pool.class_for(4096 * size, 1, "default") for size in (1, 3)]
-    owner: dict[int, int] = {}
-    taken: dict[int, list[int]] = {0: [], 1: []}
-    for action, number in steps:
-        cls, slab = classes[number % 2], number // 2
-        if action == "add" and slab not in owner:
-            pool.add_slab(cls, slab)
-            owner[slab] = cls.id
-        elif action == "remove" and slab in owner:
-            if not any(slot // pool.stride == slab for slot in taken[owner[slab]]):
-                pool.remove_slab(slab)
-                del owner[slab]
-        elif action == "take":
-            slots = pool.take(cls, number)
-            pool.row[slots] = 1
-            taken[cls.id] += slots.tolist()
-        elif action == "give" and taken[cls.id]:
-            slots = np.array(taken[cls.id][: number + 1], np.int32)
-            pool.give(cls, slots)
-            taken[cls.id] = taken[cls.id][number + 1 :]
-        for each in classes:
-            assert each.used == len(taken[each.id])
-            assert len(set(taken[each.id])) == each.used
-            assert (pool.row[free_slots(pool, each)] == NO_SLOT).all()
+def test_a_pool_of_large_slots_touches_few_numbers():
+    pool = SlotPool(64 * MIB, 8)
+    cls = pool.class_for(4 * MIB + 4096, 1, "default")
+    for slab in (5, 1, 7):
+        pool.add_slab(cls, slab)
+    slots = pool.take(cls, 45)
+    assert slots.size == 45
+    assert slots.max() < 48
+    assert sorted(set(pool.slabs_of(slots).tolist())) == [1, 5, 7]
+    assert [pool.place(int(slot)) for slot in slots] == list(
+        zip(pool.slabs_of(slots).tolist(), pool.indices(slots).tolist(), strict=True)
+    )
+
+
+def test_numbers_of_a_slab_that_left_its_class_are_given_again():
+    pool = SlotPool(MIB, 2)
+    small, large = pool.class_for(4096, 1, "default"), pool.class_for(MIB // 4, 1, "default")
+    before = pool.add_slab(small, 0)
+    pool.remove_slab(0)
+    assert set(pool.add_slab(large, 1)) <= set(before.tolist())
+    after = pool.add_slab(small, 0)
+    assert not set(after) & set(pool.slots_of(1).tolist())
+    assert after.max() < pool.slots_max
+
+
+def test_slabs_of_the_smallest_slots_fill_the_pool():
+    for pages in (1, 3, 24, 40, 256):
+        pool = SlotPool(pages * 4096, 3)
+        cls = pool.class_for(4096, 1, "default")
+        numbers = np.concatenate([pool.add_slab(cls, slab) for slab in range(3)])
+        assert np.unique(numbers).size == pool.slots_max == 3 * pages
+
+
+def test_sums_of_a_slab_that_left_are_given_to_the_next():
+    pool = SlotPool(MIB, 3)
+    cls = pool.class_for(MIB // 4, 1, "default")
+    for slab in range(3):
+        pool.add_slab(cls, slab)
+    rows = [set(pool.sum_rows(pool.slots_of(slab)).tolist()) for slab in range(3)]
+    assert set.union(*rows) == set(range(12))
+    pool.remove_slab(1)
+    pool.add_slab(cls, 1)
+    assert set(pool.sum_rows(pool.slots_of(1)).tolist()) == rows[1]
