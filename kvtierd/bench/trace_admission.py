@@ -15,11 +15,12 @@ from kvtierd.bench.rows import Row, make_row
 from kvtierd.bench.trace_file import Trace
 from kvtierd.bench.trace_replay import SEED, Cache, block_keys64
 from kvtierd.policy.admission import Admission, AdmitAll, SecondAccess
+from kvtierd.policy.key_filter import KeyFilter
 from kvtierd.policy.return_eviction import ReturnEviction
 from kvtierd.policy.returns import ReturnModel
 
 FILTER_A_BLOCK = 16
-"""Keys that second access remembers for each block of the host tier."""
+"""Keys that are remembered as used for each block of the host tier."""
 HOST_BLOCKS = 10_000
 WRITES_MAX, LOSS_MAX = 0.25, 0.09
 """Goals for the public conversation trace over a host tier of HOST_BLOCKS; of other sizes the figures are to know."""
@@ -40,6 +41,7 @@ def replay_admission(trace: Trace, host_blocks: int, admission: Admission) -> Ou
     model = ReturnModel(host_blocks, SEED)
     host = Cache(trace, host_blocks, ReturnEviction(host_blocks + longest, 1, model))
     keys = block_keys64(trace.unique)[trace.blocks]
+    seen = KeyFilter(FILTER_A_BLOCK * host_blocks, SEED)
     on_nvme = np.zeros(trace.unique, np.bool_)
     hits = writes = 0
     bounds = trace.starts.tolist()
@@ -49,8 +51,7 @@ def replay_admission(trace: Trace, host_blocks: int, admission: Admission) -> Ou
         found = int((stored | host.present(blocks)).cumprod().sum())
         hits += found
         host.request(blocks, model.observe(used, found, now_ns))
-        run = int(stored.cumprod().sum())
-        admitted = admission.admit(used, run, _BLOCK_BYTES, now_ns)
+        admitted = admission.admit(seen.add(used), stored, _BLOCK_BYTES, now_ns)
         writes += int(np.count_nonzero(~stored[:admitted]))
         on_nvme[blocks[:admitted]] = True
         host.copied(blocks[:admitted])
@@ -60,7 +61,7 @@ def replay_admission(trace: Trace, host_blocks: int, admission: Admission) -> Ou
 def admission_rows(trace: Trace, host_blocks: int) -> Iterator[Row]:
     """Second access against admitting all."""
     everything = replay_admission(trace, host_blocks, AdmitAll())
-    second = replay_admission(trace, host_blocks, SecondAccess(FILTER_A_BLOCK * host_blocks, SEED))
+    second = replay_admission(trace, host_blocks, SecondAccess())
     judged = host_blocks == HOST_BLOCKS
     name = f"{trace.name}: second-access admission, host {host_blocks:,} blocks"
     yield make_row(

@@ -14,9 +14,10 @@ from kvtierd.bench.rounds import alternate, timed
 from kvtierd.bench.rows import Row, make_row
 from kvtierd.bench.trace_replay import SEED
 from kvtierd.policy.admission import Budgeted, SecondAccess
-from kvtierd.policy.advice import RateMeter, advise
+from kvtierd.policy.advice import MASKS, advise
 from kvtierd.policy.ghosts import GhostHits
 from kvtierd.policy.heat import heat_of, touch_heat
+from kvtierd.policy.key_filter import KeyFilter
 from kvtierd.policy.return_eviction import ReturnEviction
 from kvtierd.policy.returns import ReturnModel
 from kvtierd.policy.thrash import ThrashGuard
@@ -48,8 +49,9 @@ def _works() -> dict[str, Callable[[], object]]:
     policy = ReturnEviction(int(blocks.max()) + 1, 1, model)
     usage = model.observe(prompts[0], 0, 0)
     ghosts, guard = GhostHits(BLOCKS, SEED), ThrashGuard(BLOCKS, SEED)
-    admission = Budgeted(SecondAccess(16 * BLOCKS, SEED), 1 << 50, 0)
-    tiers, rates = np.full(PROMPT, 4, np.uint8), {4: RateMeter(3e9).bytes_per_s}
+    admission, seen = Budgeted(SecondAccess(), 1 << 50, 0), KeyFilter(16 * BLOCKS, SEED)
+    there = np.zeros(PROMPT, np.bool_)
+    masks, cost_s = np.full(PROMPT, 4, np.uint8), np.full(MASKS, 1e-3)
     holds = np.zeros(int(blocks.max()) + 1, np.int32)
 
     def each(step: Callable[[int], object]) -> Callable[[], object]:
@@ -66,8 +68,8 @@ def _works() -> dict[str, Callable[[], object]]:
         "evicting and filling": each(evict),
         "heat, touched": each(lambda i: touch_heat(heat, since_s, rows[i], i, HALF_LIFE_S)),
         "heat, read": each(lambda i: heat_of(heat, since_s, rows[i], i, HALF_LIFE_S)),
-        "admission": each(lambda i: admission.admit(prompts[i], 0, 1, i)),
+        "admission": each(lambda i: admission.admit(seen.add(prompts[i]), there, 1, i)),
         "ghost hits": each(lambda i: ghosts.accessed(prompts[i])),
-        "thrash guard": each(lambda i: guard.inserted(prompts[i])),
-        "load or recompute": each(lambda _: advise(tiers, rates, 1 << 21, 64, 1e4)),
+        "thrash guard": each(lambda i: guard.wanted(prompts[i], i)),
+        "load or recompute": each(lambda _: advise(masks, cost_s, 6e-3)),
     }

@@ -1,7 +1,7 @@
 """Load or recompute: how much of a stored prefix is worth fetching for a client that says how fast it prefills.
 
 A client either fetches a block or computes it again, and computing needs all blocks before it; so the question is
-after how many leading blocks to stop fetching. Each tier has a rate, measured on what it really moved.
+after how many leading blocks to stop fetching. Each hop of a fetch has a rate, measured on what it really moved.
 """
 
 from __future__ import annotations
@@ -10,8 +10,15 @@ import dataclasses
 
 import numpy as np
 import numpy.typing as npt
+from numba import types
 
-Tiers = npt.NDArray[np.uint8]
+from kvtierd.index.jit import compiled
+
+Masks = npt.NDArray[np.uint8]
+Costs = npt.NDArray[np.float64]
+
+MASKS = 256
+"""Different residency masks."""
 
 
 class RateMeter:
@@ -40,36 +47,42 @@ class RateMeter:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Advice:
-    """Fetch the first `load` blocks and compute the rest; what that takes, and what computing everything would."""
+    """Fetch the first `load` blocks and compute the rest: what the fetch takes, what both take, and what computing
+    everything would."""
 
     load: int
-    seconds: float
-    recompute_seconds: float
+    load_s: float
+    total_s: float
+    recompute_s: float
 
 
-def advise(
-    cheapest: Tiers, rates: dict[int, float], block_bytes: int, block_tokens: int, prefill_tokens_per_s: float,
-    latency_s: float = 0.0,
-) -> Advice:  # fmt: skip
-    """Advice for a stored run of blocks whose cheapest copy lies in tier `cheapest[i]`, [n] uint8.
+@compiled(types.int64(types.uint8[::1], types.float64[::1], types.float64, types.float64, types.float64[::1]))
+def _best(masks: Masks, cost_s: Costs, compute_s: float, latency_s: float, out: Costs) -> int:
+    """The longest of the cheapest loads; `out` gets what that load takes, and what it takes with the rest computed."""
+    best, loaded_s = 0, latency_s
+    out[0], out[1] = 0.0, compute_s * masks.size
+    for index in range(masks.size):
+        loaded_s += cost_s[masks[index]]
+        total_s = loaded_s + compute_s * (masks.size - index - 1)
+        # Sums of different order differ in their last bits: what is equal but for them is equal.
+        if total_s <= out[1] * (1 + 1e-12):
+            best = index + 1
+            out[0], out[1] = loaded_s, total_s
+    return best
 
-    `rates` maps each tier to bytes a second (infinite for one that costs nothing), `latency_s` is paid once if
-    anything is fetched. Of equal choices the longer load wins: it leaves the engine free. Raises ValueError for a
-    speed that is not positive and a tier without a rate.
+
+def advise(masks: Masks, cost_s: Costs, compute_s: float, latency_s: float = 0.0) -> Advice:
+    """Advice for a stored run of blocks with these residency masks, [n] uint8.
+
+    `cost_s` [256] float64 has what fetching a block of each mask takes, in seconds (infinite where it cannot be
+    fetched), `compute_s` is what computing one takes, and `latency_s` is paid once if anything is fetched. Of equal
+    choices the longer load wins: it leaves the engine free. Raises ValueError for times that are not positive.
     """
-    if prefill_tokens_per_s <= 0 or block_tokens <= 0 or block_bytes <= 0:
+    if not (compute_s > 0 and latency_s >= 0) or cost_s.shape != (MASKS,) or not (cost_s >= 0).all():
         raise ValueError(
-            f"prefill at {prefill_tokens_per_s} tokens/s of blocks of {block_tokens} tokens and {block_bytes} bytes:"
-            " each must be positive"
+            f"computing a block takes {compute_s} s, latency {latency_s} s and a block of each mask {cost_s.min()} s"
+            f" or more of shape {cost_s.shape}; times must be positive, and one for each of {MASKS} masks"
         )
-    unknown = set(np.unique(cheapest).tolist()) - rates.keys()
-    if unknown or any(rate <= 0 for rate in rates.values()):
-        raise ValueError(f"tiers {sorted(unknown)} have no rate among {rates}; each needs a positive one")
-    compute_s = block_tokens / prefill_tokens_per_s
-    rate_of = np.ones(256)
-    rate_of[list(rates)] = list(rates.values())
-    load_s = block_bytes / rate_of[cheapest]
-    total_s = np.concatenate([[0.0], latency_s + np.cumsum(load_s)])
-    total_s += compute_s * np.arange(cheapest.size, -1, -1)
-    load = int(cheapest.size - np.argmin(total_s[::-1]))
-    return Advice(load, float(total_s[load]), compute_s * cheapest.size)
+    out = np.zeros(2)
+    load = _best(np.ascontiguousarray(masks), cost_s, compute_s, latency_s, out)
+    return Advice(load, float(out[0]), float(out[1]), compute_s * masks.size)

@@ -2,9 +2,10 @@
 
 Stack distances (R. Mattson et al., 1970) of a sample of the blocks, chosen by hash (SHARDS with a fixed sample size:
 C. Waldspurger et al., FAST'15): a block used again after d other sampled blocks, with a share r of all blocks sampled,
-would have been a hit in every LRU tier of more than d / r blocks. When the sample is full, blocks used longer ago than
-the largest size asked about reaches are dropped, and where that is not enough, r is lowered. How many blocks were used
-since is counted in a Fenwick tree over the times of the sampled blocks' last uses. A few blocks that are used all the
+would have been a hit in every LRU tier of more than d / r blocks. Blocks of different sizes count in units of size.
+When the sample is full, blocks used longer ago than the largest size asked about reaches are dropped, and where that is
+not enough, r is lowered. How many units were used since is counted in a Fenwick tree over the times of the sampled
+blocks' last uses. A few blocks that are used all the
 time (system prompts) may be in the sample or not, which would bias it: as in the paper, what the sample has too few or
 too many of all accesses is taken to be such short distances.
 """
@@ -29,8 +30,9 @@ _KEPT_EIGHTHS = 6
 _TIMES_A_SAMPLE = 4
 """Times that pass before they are numbered anew, in samples."""
 
-_SAMPLED, _TIME, _LIMIT, _SECRET = range(4)
-"""Words of `state`: blocks in the sample, next time, hashes below which a block is sampled, the hash's secret."""
+_SAMPLED, _TIME, _LIMIT, _SECRET, _UNITS = range(5)
+"""Words of `state`: blocks in the sample, next time, hashes below which a block is sampled, the hash's secret, units
+of all blocks in the sample."""
 
 Keys64 = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
@@ -73,7 +75,7 @@ def _chain(state: Numbers, keys: Keys64, links: Links, place: Word) -> None:
 
 @helper
 def _count(tree: Numbers, time: Word, amount: Word) -> None:
-    """Note a sample's time, or that it is none any more."""
+    """Note units at a sample's time, or that they are there no more."""
     node = time + 1
     while node < tree.size:
         tree[node] += amount
@@ -82,7 +84,7 @@ def _count(tree: Numbers, time: Word, amount: Word) -> None:
 
 @helper
 def _used_until(tree: Numbers, time: Word) -> Word:
-    """How many samples were last used at this time or before."""
+    """Units of the samples that were last used at this time or before."""
     total, node = 0, time + 1
     while node > 0:
         total += tree[node]
@@ -91,31 +93,49 @@ def _used_until(tree: Numbers, time: Word) -> Word:
 
 
 @subroutine
-def _renumber(state: Numbers, keys: Keys64, times: Numbers, links: Links, tree: Numbers, reach: Word) -> None:
+def _within_reach(state: Numbers, units: Numbers, order: Numbers, size_max: Word) -> Word:
+    """How many of the sampled blocks, youngest first, the largest size asked about could hold."""
+    weight, held, count = _EVERYTHING / state[_LIMIT], 0.0, 0
+    while count < order.size and held <= size_max:
+        count += 1
+        held += units[order[order.size - count]] * weight
+    return count
+
+
+@subroutine
+def _renumber(
+    state: Numbers, keys: Keys64, units: Numbers, times: Numbers, links: Links, tree: Numbers, size_max: Word
+) -> None:
     """Drop what is beyond reach or does not belong to the sample any more, and number the rest by time from 0."""
     count = state[_SAMPLED]
     order = np.argsort(times[:count])
-    old = keys[:count].copy()
+    reach = _within_reach(state, units, order, size_max)
+    if count == keys.size and reach > keys.size * _KEPT_EIGHTHS // 8:
+        state[_LIMIT] = max(1, state[_LIMIT] * _KEPT_EIGHTHS // 8)
+    old, old_units = keys[:count].copy(), units[:count].copy()
     links[:], tree[:] = 0, 0
     kept = 0
-    for place in order[max(0, count - reach) :]:
-        if _is_sampled(state, old[place]):
-            keys[kept], times[kept] = old[place], kept
+    state[_UNITS] = 0
+    for place in order[count - reach :]:
+        # By chance all may belong to the smaller sample: then the oldest makes room.
+        if _is_sampled(state, old[place]) and not (place == order[0] and reach == keys.size):
+            keys[kept], units[kept], times[kept] = old[place], old_units[place], kept
             _chain(state, keys, links, kept)
-            _count(tree, kept, 1)
+            _count(tree, kept, old_units[place])
+            state[_UNITS] += old_units[place]
             kept += 1
     state[_SAMPLED] = state[_TIME] = kept
 
 
 @compiled(
     types.void(
-        types.int64[::1], types.uint64[::1], types.int64[::1], types.int32[::1], types.int64[::1], types.uint64[::1],
-        types.float64[::1], types.float64[::1],
+        types.int64[::1], types.uint64[::1], types.int64[::1], types.int64[::1], types.int32[::1], types.int64[::1],
+        types.uint64[::1], types.int64, types.float64[::1], types.float64[::1],
     )
 )  # fmt: skip
 def _access(
-    state: Numbers, keys: Keys64, times: Numbers, links: Links, tree: Numbers, used: Keys64,
-    sizes: npt.NDArray[np.float64], hits: npt.NDArray[np.float64],
+    state: Numbers, keys: Keys64, units: Numbers, times: Numbers, links: Links, tree: Numbers, used: Keys64,
+    used_units: int, sizes: npt.NDArray[np.float64], hits: npt.NDArray[np.float64],
 ) -> None:  # fmt: skip
     for index in range(used.size - 1, -1, -1):
         key = used[index]
@@ -125,29 +145,29 @@ def _access(
         hits[sizes.size] += weight
         place = _find(state, keys, links, key)
         if place >= 0:
-            distance = (state[_SAMPLED] - _used_until(tree, times[place])) * weight
+            _count(tree, times[place], -units[place])
+            state[_UNITS] -= units[place]
+            younger = state[_UNITS] - _used_until(tree, times[place])
             for size in range(sizes.size):
-                if distance < sizes[size]:
+                if younger * weight + used_units <= sizes[size]:
                     hits[size] += weight
-            _count(tree, times[place], -1)
         else:
             place = state[_SAMPLED]
             keys[place] = key
             _chain(state, keys, links, place)
             state[_SAMPLED] += 1
-        times[place] = state[_TIME]
-        _count(tree, state[_TIME], 1)
+        times[place], units[place] = state[_TIME], used_units
+        _count(tree, state[_TIME], used_units)
+        state[_UNITS] += used_units
         state[_TIME] += 1
         if state[_SAMPLED] == keys.size or state[_TIME] + 1 == tree.size:
-            reach = int(sizes[sizes.size - 1] / weight) + 1
-            if state[_SAMPLED] == keys.size and reach > keys.size * _KEPT_EIGHTHS // 8:
-                state[_LIMIT] = state[_LIMIT] * _KEPT_EIGHTHS // 8
-            _renumber(state, keys, times, links, tree, reach)
+            _renumber(state, keys, units, times, links, tree, sizes[sizes.size - 1])
 
 
 class GhostHits:
-    """Estimates for one tier of `capacity` blocks, from at most `samples` of them (64 bytes each).
+    """Estimates for one tier of `capacity` units, from at most `samples` blocks (72 bytes each).
 
+    A unit is what the caller takes it for, as long as blocks are counted in the same: a block, or bytes of one.
     Raises ValueError for a capacity below 1 or fewer than 8 samples.
     """
 
@@ -156,21 +176,22 @@ class GhostHits:
             raise ValueError(f"capacity is {capacity} and samples {samples}; they must be at least 1 and 8")
         size = 1 << (samples - 1).bit_length()
         self._keys = np.zeros(size, np.uint64)
+        self._units = np.zeros(size, np.int64)
         self._times = np.zeros(size, np.int64)
         self._links = np.zeros(2 * size, np.int32)
         self._tree = np.zeros(_TIMES_A_SAMPLE * size + 1, np.int64)
-        self._state = np.array([0, 0, _EVERYTHING, secret % (1 << 63)], np.int64)
+        self._state = np.array([0, 0, _EVERYTHING, secret % (1 << 63), 0], np.int64)
         self._sizes = np.floor(np.array(MULTIPLES) * capacity)
         self._hits = np.zeros(len(MULTIPLES) + 1)
         self.accesses = 0
         """Blocks used so far."""
 
-    def accessed(self, keys: Keys64) -> None:
-        """A request used these blocks, [n] uint64 in prefix order, whether they were in the tier or not."""
+    def accessed(self, keys: Keys64, units: int = 1) -> None:
+        """A request used these blocks of `units` each, [n] uint64 in prefix order, whether the tier has them or not."""
         self.accesses += keys.size
         _access(
-            self._state, self._keys, self._times, self._links, self._tree, np.ascontiguousarray(keys), self._sizes,
-            self._hits,
+            self._state, self._keys, self._units, self._times, self._links, self._tree, np.ascontiguousarray(keys),
+            units, self._sizes, self._hits,
         )  # fmt: skip
 
     def hits(self) -> dict[float, float]:

@@ -103,7 +103,7 @@ def test_admitting_all_writes_every_block_once_and_misses_only_what_is_new(trace
 def test_second_access_writes_less_and_hits_no_more(traces, name):
     trace = traces[name]
     everything = replay_admission(trace, 50, AdmitAll())
-    second = replay_admission(trace, 50, SecondAccess(1 << 20, SEED))
+    second = replay_admission(trace, 50, SecondAccess())
     assert second.writes < everything.writes
     assert return_hits(trace, 50) / trace.accesses * 0.8 <= second.hits <= everything.hits
 

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from kvtierd.policy.advice import RateMeter, advise
+from kvtierd.policy.advice import MASKS, RateMeter, advise
 
 HOST, NVME = 2, 4
 BLOCK_BYTES, BLOCK_TOKENS = 1000, 100
@@ -16,21 +16,24 @@ def tiers(*names: int) -> np.ndarray:
     return np.array(names, np.uint8)
 
 
-def ask(cheapest, *, host=1e9, nvme=1e5, prefill=1e4, latency=0.0):
-    return advise(cheapest, {HOST: host, NVME: nvme}, BLOCK_BYTES, BLOCK_TOKENS, prefill, latency)
+def ask(masks, *, host=1e9, nvme=1e5, prefill=1e4, latency=0.0):
+    cost_s = np.full(MASKS, math.inf)
+    cost_s[HOST], cost_s[NVME] = BLOCK_BYTES / host, BLOCK_BYTES / nvme
+    return advise(masks, cost_s, BLOCK_TOKENS / prefill, latency)
 
 
 def test_what_loads_faster_than_it_computes_is_loaded():
     fast = ask(tiers(HOST, HOST, NVME), nvme=1e6)
     assert fast.load == 3
-    assert fast.seconds == pytest.approx(2 * 1e-6 + 1e-3)
-    assert fast.recompute_seconds == pytest.approx(0.03)
+    assert fast.load_s == fast.total_s == pytest.approx(2 * 1e-6 + 1e-3)
+    assert fast.recompute_s == pytest.approx(0.03)
 
 
 def test_a_slow_disk_behind_a_fast_gpu_is_left_alone():
     slow = ask(tiers(HOST, HOST, NVME, NVME), nvme=1e4, prefill=1e4)
     assert slow.load == 2
-    assert slow.seconds == pytest.approx(0.02, abs=1e-4)
+    assert slow.load_s == pytest.approx(2e-6)
+    assert slow.total_s == pytest.approx(0.02, abs=1e-4)
 
 
 def test_a_slow_block_is_loaded_for_the_sake_of_those_behind_it():
@@ -53,32 +56,37 @@ def test_no_other_choice_is_faster(seed):
     cheapest = rng.choice([HOST, NVME], 12).astype(np.uint8)
     speeds = {HOST: 10 ** rng.uniform(4, 7), NVME: 10 ** rng.uniform(3, 6)}
     latency = rng.uniform(0, 0.02)
-    found = advise(cheapest, speeds, BLOCK_BYTES, BLOCK_TOKENS, 1e4, latency)
+    found = ask(cheapest, host=speeds[HOST], nvme=speeds[NVME], latency=latency)
     loads = [BLOCK_BYTES / speeds[int(tier)] for tier in cheapest]
     totals = [
         (latency if k else 0) + sum(itertools.islice(loads, k)) + (12 - k) * BLOCK_TOKENS / 1e4 for k in range(13)
     ]
-    assert found.seconds == pytest.approx(min(totals)) == pytest.approx(totals[found.load])
+    assert found.total_s == pytest.approx(min(totals)) == pytest.approx(totals[found.load])
+    assert found.load_s == pytest.approx((latency if found.load else 0) + sum(itertools.islice(loads, found.load)))
 
 
 def test_nothing_stored_is_nothing_to_load():
     nothing = ask(tiers(), latency=1)
-    assert (nothing.load, nothing.seconds, nothing.recompute_seconds) == (0, 0, 0)
+    assert (nothing.load, nothing.load_s, nothing.total_s, nothing.recompute_s) == (0, 0, 0, 0)
 
 
 def test_a_tier_that_costs_nothing_is_always_loaded():
     assert ask(tiers(HOST, HOST), host=math.inf, prefill=1e12).load == 2
 
 
-@pytest.mark.parametrize("wrong", [{"prefill": 0}, {"host": 0}, {"nvme": -1}])
-def test_speeds_that_are_none_are_refused(wrong):
+def test_what_cannot_be_fetched_ends_the_load():
+    assert ask(tiers(HOST, 1, HOST)).load == 1
+
+
+@pytest.mark.parametrize("wrong", [{"prefill": -1}, {"nvme": -1}, {"latency": -1}, {"latency": math.nan}])
+def test_times_that_are_none_are_refused(wrong):
     with pytest.raises(ValueError, match=r"positive"):
         ask(tiers(HOST, NVME), **wrong)
 
 
-def test_a_tier_without_a_rate_is_named():
-    with pytest.raises(ValueError, match=r"tiers \[1\]"):
-        ask(tiers(1, HOST))
+def test_a_table_of_costs_has_a_row_for_each_mask():
+    with pytest.raises(ValueError, match="256 masks"):
+        advise(tiers(HOST), np.ones(8), 1.0)
 
 
 def test_a_meter_is_the_mean_of_what_moved_lately():

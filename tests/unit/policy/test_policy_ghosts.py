@@ -63,6 +63,43 @@ def test_a_block_that_everybody_uses_counts_whether_it_is_sampled_or_not():
     assert shares == pytest.approx([0.25] * 6, abs=0.02)
 
 
+def byte_lru_hits(accesses: list[tuple[int, int]], capacity: float) -> int:
+    """Blocks of (key, units) one by one; a hit is what an LRU tier of so many units would hold."""
+    cache: collections.OrderedDict[int, int] = collections.OrderedDict()
+    hits = 0
+    for key, units in accesses:
+        older = list(cache.items())
+        younger, found = 0, False
+        for name, size in reversed(older):
+            if name == key:
+                found = True
+                break
+            younger += size
+        hits += found and younger + units <= capacity
+        cache[key] = units
+        cache.move_to_end(key)
+    return hits
+
+
+def test_blocks_of_different_sizes_count_by_their_size():
+    rng = np.random.default_rng(5)
+    names = rng.integers(0, 1 << 64, 90, np.uint64)
+    ghosts, accesses = GhostHits(120, secret=2), []
+    for pick in rng.zipf(1.3, 800) % 90:
+        units = 1 if pick % 2 else 7
+        ghosts.accessed(names[pick : pick + 1], units)
+        accesses.append((int(pick), units))
+    assert ghosts.hits() == {multiple: byte_lru_hits(accesses, int(multiple * 120)) for multiple in MULTIPLES}
+
+
+@pytest.mark.parametrize("secret", range(40))
+def test_a_tiny_sample_stays_within_its_bounds(secret):
+    ghosts = GhostHits(1000, secret=secret, samples=8)
+    for prompt in popular_prompts(300):
+        ghosts.accessed(prompt)
+    assert ghosts._state[0] < 8
+
+
 def test_more_memory_never_hits_less_and_nothing_hits_more_than_was_used():
     ghosts = GhostHits(20, secret=1, samples=16)
     for prompt in popular_prompts(3000, seed=8):
