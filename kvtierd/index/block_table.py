@@ -27,11 +27,11 @@ ROWS_AHEAD = 1 << 16
 RECORD = np.dtype(
     {
         "names": [
-            "key", "host_slot", "gpu_slot", "segment", "extent_page", "last_access_s", "namespace", "pins", "flags",
-            "moves", "next_row",
+            "key", "host_slot", "gpu_slot", "segment", "extent_page", "last_access_s", "namespace", "heat", "flags",
+            "marks", "moves", "next_row",
         ],
-        "formats": [("u1", 32), "i4", "i4", "i4", "u4", "u4", "u2", "u2", "u1", "u2", "i4"],
-        "offsets": [0, 32, 36, 40, 44, 48, 52, 54, 56, 58, 60],
+        "formats": [("u1", 32), "i4", "i4", "i4", "u4", "u4", "u2", "u2", "u1", "u1", "u2", "i4"],
+        "offsets": [0, 32, 36, 40, 44, 48, 52, 54, 56, 57, 58, 60],
         "itemsize": RECORD_BYTES,
     }
 )  # fmt: skip
@@ -86,12 +86,13 @@ class BlockTable:
     segment       int32    segment on disk, -1 none
     extent_page   uint32   offset in the segment / 4096
     block_sum     uint64   checksum of the block
-    pins          uint16   how many hold a pin
-    flags         uint8    the owner's
+    heat          uint16   heat at the last use, see kvtierd.policy.heat
+    flags         uint8    the owner's: where the block is
+    marks         uint8    the owner's: what became of it
     moves         uint16   the owner's
     next_row      int32    the block that followed it in the last request that named both, -1 none; a hint: the row
                            may have been given to another block since
-    last_access_s uint32   seconds of the daemon's clock
+    last_access_s uint32   when it was last used, seconds of the daemon's clock
 
     `records` is the same memory as words, [capacity, 8] uint64, for the page table.
     Raises ValueError for a capacity outside 1..2**30.
@@ -111,8 +112,9 @@ class BlockTable:
         self.segment: Rows = fields["segment"]
         self.extent_page: npt.NDArray[np.uint32] = fields["extent_page"]
         self.last_access_s: npt.NDArray[np.uint32] = fields["last_access_s"]
-        self.pins: npt.NDArray[np.uint16] = fields["pins"]
+        self.heat: npt.NDArray[np.uint16] = fields["heat"]
         self.flags: npt.NDArray[np.uint8] = fields["flags"]
+        self.marks: npt.NDArray[np.uint8] = fields["marks"]
         self.moves: npt.NDArray[np.uint16] = fields["moves"]
         self.next_row: Rows = fields["next_row"]
         self.block_sum: npt.NDArray[np.uint64] = reserve((capacity,), np.uint64)

@@ -5,7 +5,7 @@ import pytest
 
 from kvtierd.index.block_table import NO_NAMESPACE, RECORD, BlockTable
 
-COLUMNS = ("namespace", "extent_page", "pins", "flags", "moves", "last_access_s")
+COLUMNS = ("namespace", "extent_page", "heat", "flags", "marks", "moves", "last_access_s")
 
 
 def test_a_new_row_is_a_block_that_is_nowhere():
