@@ -18,6 +18,10 @@ SOCKET_NAME_BYTES = 16
 """No socket below a tenant's folder has a longer name (kvtierd.protocol.endpoint; a test compares)."""
 
 
+ADMIN_FOLDER = "admin"
+"""Below the runtime folder, beside those of the tenants: the operators' socket, for the daemon's user and root."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
     """What must hold between settings, and what to say where it does not; both take the values in order."""
@@ -49,6 +53,13 @@ RULES = (
         ),
     ),
     Rule(
+        ("nvme.admission", "nvme.daily_write_budget"),
+        lambda admission, budget: admission != "budgeted" or budget > 0,
+        lambda _admission, _budget: (
+            "'budgeted' wants nvme.daily_write_budget, which is 0 (no limit); write one, or choose another admission"
+        ),
+    ),
+    Rule(
         ("leases.ttl_ms", "leases.max_ttl_ms"),
         lambda ttl, longest: ttl <= longest,
         lambda ttl, longest: f"{ttl} is over leases.max_ttl_ms, {longest}; lower it or raise the maximum",
@@ -60,6 +71,16 @@ RULES = (
             f"paths of sockets in {folder}/{tenant} would have {_ipc_path_bytes(folder, tenant)} bytes; the kernel "
             f"allows {MAX_IPC_PATH_BYTES}: choose a shorter folder"
         ),
+    ),
+    Rule(
+        ("metrics.listen",),
+        lambda listen: not listen or 0 < int(listen.rpartition(":")[2]) < 1 << 16,
+        lambda listen: f"{listen} has no port that can be; write one in 1..65535",
+    ),
+    Rule(
+        ("server.tenant",),
+        lambda tenant: tenant != ADMIN_FOLDER,
+        lambda tenant: f"{tenant!r} is the folder of the operators' socket; choose another name",
     ),
     Rule(
         ("nvme.directory", "server.runtime_dir"),

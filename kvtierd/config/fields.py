@@ -36,6 +36,8 @@ class Field:
     min_length: int = 0
     pattern: str = ""
     examples: tuple[str, ...] = ()
+    reload: bool = False
+    """Whether a running daemon takes over a new value on SIGHUP."""
 
     def parse(self, text: str) -> Value:
         """Read a value from text. Raises ValueError that says what is wrong and what to write."""
@@ -136,6 +138,7 @@ def _field(key: str, node: Any, default: Value) -> Field:
         min_length=getattr(node, "min_length", None) or 0,
         pattern=getattr(node, "pattern", None) or "",
         examples=tuple(schema.get("examples", ())),
+        reload=extra.get("reload", False),
     )
 
 

@@ -14,12 +14,16 @@ from msgspec import Meta
 from kvtierd.core.units import GIB, MIB, PAGE_BYTES
 
 _BYTES = {"unit": "bytes"}
+_LIVE = Meta(extra={"reload": True})
+"""Taken over by a running daemon on SIGHUP; every other setting needs a restart."""
 
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Size = Annotated[int, Meta(ge=0, le=1 << 50, extra=_BYTES)]
 Folder = Annotated[str, Meta(extra={"unit": "folder"})]
+LOOPBACK = r"|(127(\.\d{1,3}){3}|localhost|\[::1\]):\d{1,5}"
+
 
 ProfileName = Literal["", "ultra-long", "high-concurrency", "bandwidth-limited", "compute-rich"]
 
@@ -42,10 +46,12 @@ class KvCache(_Section, frozen=True, kw_only=True):
 
     block_size: Annotated[int, Meta(ge=1, le=65_536)] = 128
     """Tokens a block; clients that do not choose their own take this."""
-    gpu_watermark: Share = 0.8
+    gpu_watermark: Annotated[Share, _LIVE] = 0.8
     """Share of the gpu tier in use above which blocks move down."""
-    prefetch_window: Annotated[int, Meta(ge=0, le=1024)] = 3
+    prefetch_window: Annotated[int, Meta(ge=0, le=1024), _LIVE] = 3
     """Blocks of a sequence fetched ahead."""
+    heat_half_life_s: Annotated[int, Meta(ge=1, le=31_536_000)] = 3600
+    """Seconds after which a use of a block counts half: heat is the sum of its uses, each weighed by its age."""
     compression: Compression = Compression()
 
 
@@ -65,7 +71,7 @@ class Host(_Section, frozen=True, kw_only=True):
     """Bytes of all chunks."""
     chunk_bytes: Annotated[int, Meta(ge=MIB, le=256 * MIB, extra=_BYTES | {"power_of_two": True})] = 64 * MIB
     """Bytes of one chunk (1 MiB to 256 MiB); a block must fit in it."""
-    watermark: Share = 0.95
+    watermark: Annotated[Share, _LIVE] = 0.95
     """Share in use above which clean blocks are evicted in the background, down to 5 points below."""
 
 
@@ -84,6 +90,13 @@ class Nvme(_Section, frozen=True, kw_only=True):
     """Threads that read and write segments."""
     write_queue_bytes: Annotated[int, Meta(ge=MIB, le=1 << 50, extra=_BYTES)] = 512 * MIB
     """Most bytes waiting for write-behind; beyond it new blocks stay in host only and are counted as dropped."""
+    admission: Literal["all", "second-access", "budgeted"] = "all"
+    """Which prefixes are written: `all` when they are stored, `second-access` when they are used again, `budgeted` all
+    while half of what `daily_write_budget` lets save up is left, and those that are used again otherwise. What is not
+    written is in host only: it is lost when it is evicted there, and when the daemon stops."""
+    daily_write_budget: Size = 0
+    """Most bytes that are written in any 24 hours, whatever `admission` says; a quarter can be saved up. 0 is no limit.
+    Prefixes over it stay in host only and are counted."""
 
 
 class Server(_Section, frozen=True, kw_only=True):
@@ -110,23 +123,33 @@ class Leases(_Section, frozen=True, kw_only=True):
 
     ttl_ms: Milliseconds = 10_000
     """Life of a read lease whose client names none."""
-    max_ttl_ms: Milliseconds = 600_000
+    max_ttl_ms: Annotated[Milliseconds, _LIVE] = 600_000
     """Longest life that a client may ask for."""
     max_leases: Count = 65_536
     """Leases and reservations of all clients at one time."""
-    reservation_ttl_ms: Milliseconds = 10_000
+    reservation_ttl_ms: Annotated[Milliseconds, _LIVE] = 10_000
     """After it an uncommitted reservation is quarantined: counted, and freed only with its owner."""
-    max_pinned_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    max_pinned_share: Annotated[float, Meta(ge=0, le=1), _LIVE] = 0.5
     """Share of the host tier that pins may hold."""
 
 
 class Log(_Section, frozen=True, kw_only=True):
     """What the daemon says."""
 
-    level: Literal["debug", "info", "warning", "error"] = "info"
+    level: Annotated[Literal["debug", "info", "warning", "error"], _LIVE] = "info"
     """Least severe lines that are written."""
-    format: Literal["auto", "text", "json"] = "auto"
-    """`auto` is text on a terminal and JSON otherwise."""
+    format: Annotated[Literal["auto", "journal", "text", "json"], _LIVE] = "auto"
+    """`auto` is the journal with its fields under systemd, text on a terminal, and JSON otherwise."""
+
+
+class Metrics(_Section, frozen=True, kw_only=True):
+    """What operators look at."""
+
+    listen: Annotated[str, Meta(pattern=LOOPBACK, examples=["127.0.0.1:9464", "[::1]:9464"])] = "127.0.0.1:9464"
+    """Loopback address and port of /metrics, /healthz and /readyz; "" switches them off. Nobody is asked who he is
+    there, hence no other address: put a proxy before it."""
+    slow_ms: Annotated[int, Meta(ge=0, le=3_600_000), _LIVE] = 100
+    """Requests that take longer go to the slow log (`kvtierctl slowlog`); 0 keeps all of them."""
 
 
 class Settings(_Section, frozen=True, kw_only=True):
@@ -141,6 +164,7 @@ class Settings(_Section, frozen=True, kw_only=True):
     server: Server = Server()
     leases: Leases = Leases()
     log: Log = Log()
+    metrics: Metrics = Metrics()
     cache_dir: Folder = ""
     """Folder of compiled kernels; "" takes $CACHE_DIRECTORY or the user's cache folder."""
     max_blocks: Annotated[int, Meta(ge=1024, le=1 << 30)] = 8 << 20

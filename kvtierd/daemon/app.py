@@ -7,16 +7,20 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
+from kvtierd.config.loader import Loaded
 from kvtierd.config.schema import Settings
 from kvtierd.daemon.directories import Places, prepare_data, prepare_runtime
 from kvtierd.daemon.lifecycle import StopRequest
 from kvtierd.daemon.lock import RuntimeLock
-from kvtierd.telemetry.notify import notify
+from kvtierd.daemon.reload import Reloader
+from kvtierd.daemon.state import dump
+from kvtierd.telemetry.notify import notify, notify_status
 
 T = TypeVar("T")
 
@@ -27,6 +31,18 @@ class Serving(Protocol):
     """A composed daemon that answers clients."""
 
     endpoint: str
+
+    def status(self) -> str:
+        """One line for people: what it does now."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """Everything that it counts, by name."""
+        ...
+
+    def apply(self, settings: Settings) -> None:
+        """Take over those settings that may change now."""
+        ...
 
     async def drain(self) -> None:
         """Take no more stores and bring every dirty block to stable storage, while lookups go on."""
@@ -44,8 +60,12 @@ Load = Callable[[Settings], Compose]
 """Imports the code that composes; called with the lock held, because compiling kernels can take seconds."""
 
 
-async def run(settings: Settings, load: Load, *, ready_fd: int = -1, stop_fd: int = -1) -> None:
+async def run(
+    settings: Settings, load: Load, *, reread: Callable[[], Loaded], ready_fd: int = -1, stop_fd: int = -1
+) -> None:
     """Serve until a signal, or the end of `stop_fd`, says stop. Raises StartupError when it cannot start.
+
+    `reread` loads the configuration again when SIGHUP asks for it.
 
     `ready_fd` gets one JSON line, `{"endpoint": ..., "pid": ...}`, once clients are served, and is closed; at a
     failed start it is closed without a line when the process ends.
@@ -53,27 +73,36 @@ async def run(settings: Settings, load: Load, *, ready_fd: int = -1, stop_fd: in
     begin_s = time.monotonic()
     stop = StopRequest()
     stop.install(asyncio.get_running_loop(), stop_fd)
+    reloader = Reloader(settings, reread)
+    # From the first moment: by default both signals end a process.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, dump, None)
+    notify_status("starting")
     places = Places.of(settings)
     prepare_runtime(places)
     lock = RuntimeLock(places.lock)
     try:
         prepare_data(places)
         async with contextlib.AsyncExitStack() as parts:
-            await _serve(parts.enter_async_context(load(settings)(settings, places)), stop, ready_fd, begin_s)
+            start = parts.enter_async_context(load(settings)(settings, places))
+            await _serve(start, stop, reloader, ready_fd, begin_s)
     finally:
         lock.release()
     log.info("stopped")
 
 
-async def _serve(start: Coroutine[Any, Any, Serving], stop: StopRequest, ready_fd: int, begin_s: float) -> None:
+async def _serve(
+    start: Coroutine[Any, Any, Serving], stop: StopRequest, reloader: Reloader, ready_fd: int, begin_s: float
+) -> None:
     starting = await _unless(stop.graceful, start)
     if starting.cancelled():
         log.info("stopped while starting")
         return
     serving = starting.result()
     _announce(serving.endpoint, ready_fd, time.monotonic() - begin_s)
-    failing = await _unless(stop.graceful, serving.failed())
-    notify("STOPPING=1")
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, dump, serving)
+    failing = await _unless(stop.graceful, _failed(serving, reloader))
+    notify("STOPPING=1\nSTATUS=stopping")
     if not failing.cancelled():
         raise failing.result()
     draining = await _unless(stop.at_once, serving.drain())
@@ -81,6 +110,23 @@ async def _serve(start: Coroutine[Any, Any, Serving], stop: StopRequest, ready_f
         log.warning("stopped before everything was flushed")
     else:
         draining.result()
+
+
+async def _failed(serving: Serving, reloader: Reloader) -> BaseException:
+    """Reload when asked, until something fails for good."""
+    reloading = asyncio.create_task(reloader.serve(serving.apply, serving.status), name="reloader")
+    failing = asyncio.create_task(serving.failed(), name="failure")
+    try:
+        done, _ = await asyncio.wait({reloading, failing}, return_when=asyncio.FIRST_COMPLETED)
+        return failing.result() if failing in done else _bug_of(reloading)
+    finally:
+        reloading.cancel()
+        failing.cancel()
+        await asyncio.wait({reloading, failing})
+
+
+def _bug_of(task: asyncio.Task[None]) -> BaseException:
+    return task.exception() or AssertionError("a task that never ends has ended")
 
 
 def _announce(endpoint: str, ready_fd: int, seconds: float) -> None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
+from typing import Any
 
 from kvtierd import __version__
 from kvtierd.config.schema import Settings
 from kvtierd.core.clock import Clock, SystemClock
+from kvtierd.core.progress import Progress
+from kvtierd.core.units import format_bytes
 from kvtierd.daemon.directories import Places
+from kvtierd.daemon.liveness import DEFAULT_STALL_S, Liveness, Watchdog, long_step
 from kvtierd.daemon.report import reporter
 from kvtierd.gpu import open_device
 from kvtierd.protocol.events import EventPublisher
 from kvtierd.protocol.server import Server
 from kvtierd.protocol.sessions import Limits
 from kvtierd.storage import SegmentStore
+from kvtierd.telemetry.notify import watchdog_period_s
 from kvtierd.tiers.manager import TierManager
 
 log = logging.getLogger(__name__)
@@ -28,21 +34,54 @@ DRAIN_REQUESTS_S = 5.0
 class Daemon:
     """All parts of a serving daemon."""
 
-    def __init__(self, manager: TierManager, server: Server) -> None:
+    def __init__(self, manager: TierManager, server: Server, liveness: Liveness) -> None:
         self.endpoint = server.endpoint
+        self.draining = False
         self._manager = manager
         self._server = server
+        self._liveness = liveness
+        self.watchdog = Watchdog(liveness, watchdog_period_s(), self.status)
+        self._watching = asyncio.create_task(self.watchdog.run(), name="watchdog")
+
+    async def close(self) -> None:
+        """Stop watching; the parts are closed by whoever made them."""
+        self._watching.cancel()
+        await asyncio.wait([self._watching])
 
     async def failed(self) -> BaseException:
-        """Return the bug that stopped the tiers' ticker."""
-        return await self._manager.failed()
+        """Return the bug that stopped the tiers' ticker, the write-behind or the watchdog."""
+        manager = asyncio.create_task(self._manager.failed(), name="manager-failure")
+        try:
+            await asyncio.wait({manager, self._watching}, return_when=asyncio.FIRST_COMPLETED)
+            return manager.result() if manager.done() else self._watching.exception() or AssertionError("it ended")
+        finally:
+            manager.cancel()
+
+    def status(self) -> str:
+        """One line for `systemctl status`."""
+        if self.draining:
+            return f"draining, {format_bytes(self._manager.backlog_bytes)} to write; reads go on"
+        stats = self._manager.stats()
+        tiers = ", ".join(f"{tier} {stats[f'{tier}_blocks']}" for tier in ("gpu", "host", "nvme"))
+        return f"serving on {self.endpoint}; {len(self._server.sessions)} clients; blocks: {tiers}"
+
+    def state(self) -> Mapping[str, Any]:
+        """Every statistic by name."""
+        return self._manager.stats()
+
+    def apply(self, settings: Settings) -> None:
+        """Take over those settings that may change now."""
+        self._manager.apply(settings)
 
     async def drain(self) -> None:
         """Flush the dirty backlog while lookups go on, then let requests in flight end."""
-        await self._manager.drain()
-        self._server.stop_taking()
-        if not await self._server.drain(DRAIN_REQUESTS_S):
-            log.warning("requests in flight were cut off after %.0f s", DRAIN_REQUESTS_S)
+        self.draining = True
+        log.info("flushing %s", format_bytes(self._manager.backlog_bytes))
+        async with long_step(self.status, self._liveness):
+            await self._manager.drain()
+            self._server.stop_taking()
+            if not await self._server.drain(DRAIN_REQUESTS_S):
+                log.warning("requests in flight were cut off after %.0f s", DRAIN_REQUESTS_S)
 
 
 @contextlib.asynccontextmanager
@@ -51,7 +90,11 @@ async def compose(settings: Settings, places: Places) -> AsyncIterator[Daemon]:
     clock = SystemClock()
     async with AsyncExitStack() as parts:
         events = _start_events(parts, places) if settings.server.events else None
-        manager = await _start_manager(parts, settings, clock, events)
+        store = SegmentStore(settings.nvme, clock=clock) if settings.nvme.directory else None
+        disk = {"nvme": store.progress} if store is not None else dict[str, Progress]()
+        stall_s = watchdog_period_s() or DEFAULT_STALL_S
+        async with long_step(lambda: "recovering the nvme tier", Liveness(disk, stall_s, clock)):
+            manager = await _start_manager(parts, settings, clock, events, store)
         server = Server(
             manager,
             places.tenant,
@@ -66,7 +109,9 @@ async def compose(settings: Settings, places: Places) -> AsyncIterator[Daemon]:
         await server.start(replace_stale=True)
         if server.arena is not None:
             manager.on_chunk_gone(server.arena.chunk_gone)
-        yield Daemon(manager, server)
+        daemon = Daemon(manager, server, Liveness({"copies": manager.progress, **disk}, stall_s, clock))
+        parts.push_async_callback(daemon.close)
+        yield daemon
 
 
 def _start_events(parts: AsyncExitStack, places: Places) -> EventPublisher:
@@ -77,10 +122,13 @@ def _start_events(parts: AsyncExitStack, places: Places) -> EventPublisher:
 
 
 async def _start_manager(
-    parts: AsyncExitStack, settings: Settings, clock: Clock, events: EventPublisher | None
+    parts: AsyncExitStack,
+    settings: Settings,
+    clock: Clock,
+    events: EventPublisher | None,
+    store: SegmentStore | None,
 ) -> TierManager:
     """The manager owns store and device from the moment it has them, and closes them."""
-    store = SegmentStore(settings.nvme, clock=clock) if settings.nvme.directory else None
     device = open_device(settings.gpu) if settings.gpu.capacity else None
     tenant = settings.server.tenant
     manager = TierManager(settings, store=store, device=device, clock=clock, events=events, tenant=tenant)

@@ -165,6 +165,7 @@ class EmbeddedDaemon:
             "server.runtime_dir": self._runtime,
             "nvme.directory": self.data_dir,
             "log.format": "text",
+            "metrics.listen": "",
         }
         settings |= {key.replace("__", "."): value for key, value in self._overrides.items()}
         return [part for key, value in settings.items() for part in ("--set", f"{key}={_text(value)}")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,11 +20,16 @@ def choose_cache(cache_dir: str) -> CacheState:
     return configure_cache(Path(cache_dir) if cache_dir else default_cache_directory())
 
 
-def load_kernels() -> float:
-    """Load all compiled functions, which importing their modules does; how many seconds it took."""
+def load_kernels(tell: Callable[[int, int], None] = lambda _done, _total: None) -> float:
+    """Load all compiled functions, which importing their modules does; how many seconds it took.
+
+    `tell` hears before each module how many are done, of how many.
+    """
     from kvtierd.index.jit import PACKAGE, SOURCES
 
     begin_s = time.monotonic()
-    for path in sorted(path for folder in SOURCES for path in (PACKAGE / folder).rglob("[!_]*.py")):
+    paths = sorted(path for folder in SOURCES for path in (PACKAGE / folder).rglob("[!_]*.py"))
+    for number, path in enumerate(paths):
+        tell(number, len(paths))
         importlib.import_module(".".join((PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts)))
     return time.monotonic() - begin_s

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from kvtierd import __version__
@@ -17,8 +18,10 @@ from kvtierd.config.schema import Settings
 from kvtierd.core.errors import ExitCode, StartupError, StorageError
 from kvtierd.daemon.file_limit import raise_file_limit
 from kvtierd.telemetry import log
+from kvtierd.telemetry.notify import extend_timeout, notify_status
 
 if TYPE_CHECKING:
+    from kvtierd.config.loader import Loaded
     from kvtierd.daemon.app import Compose
 
 EXTRA = frozenset({"aiofiles", "numba", "yaml"})
@@ -31,6 +34,9 @@ THREADING = {
 """Read by libraries when they are loaded; what the environment says already is the operator's word."""
 
 INTERRUPTED = 128 + signal.SIGINT
+
+COMPILE_S = 120.0
+"""More than any one module takes to compile."""
 
 UMASK = 0o027
 """What the daemon makes is for itself and its group; nobody else may read a tenant's blocks."""
@@ -65,8 +71,11 @@ def _main(args: argparse.Namespace) -> int:
     from kvtierd.config.loader import ConfigError, load
     from kvtierd.config.render import render
 
+    def read() -> Loaded:
+        return load(config=args.config, options=args.options, environment=os.environ)
+
     try:
-        loaded = load(config=args.config, options=args.options, environment=os.environ)
+        loaded = read()
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
@@ -79,15 +88,16 @@ def _main(args: argparse.Namespace) -> int:
     log.configure(loaded.settings.log.level, loaded.settings.log.format)
     if warning := raise_file_limit(loaded.settings):
         logger.warning("%s", warning)
-    return _run(loaded.settings, args.ready_fd, args.stop_fd)
+    return _run(loaded.settings, read, args)
 
 
-def _run(settings: Settings, ready_fd: int, stop_fd: int) -> int:
+def _run(settings: Settings, reread: Callable[[], Loaded], args: argparse.Namespace) -> int:
     from kvtierd.daemon.app import run
 
     os.umask(UMASK)
+    faulthandler.enable()  # where every thread stood when a watchdog's SIGABRT, or a crash in a library, came
     try:
-        asyncio.run(run(settings, _load, ready_fd=ready_fd, stop_fd=stop_fd))
+        asyncio.run(run(settings, _load, reread=reread, ready_fd=args.ready_fd, stop_fd=args.stop_fd))
     except StartupError as error:
         logger.error("%s", error)
         return error.exit_code
@@ -107,10 +117,16 @@ def _load(settings: Settings) -> Compose:
     from kvtierd.daemon.kernels import choose_cache, load_kernels
 
     cache = choose_cache(settings.cache_dir)
-    logger.info("kernels loaded in %.2f s; %s", load_kernels(), cache.note)
+    logger.info("kernels loaded in %.2f s; %s", load_kernels(_tell_loading), cache.note)
     from kvtierd.daemon.composition import compose
 
     return compose
+
+
+def _tell_loading(done: int, total: int) -> None:
+    """Compiling takes a minute or two where the cache is empty: the service manager must know that it goes on."""
+    notify_status(f"loading compiled code, {done} of {total} modules")
+    extend_timeout(COMPILE_S)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -22,6 +22,10 @@ class Metric:
     meaning: str
 
 
+_MULTIPLES = ("1x", "1_25x", "1_5x", "2x", "4x")
+"""Sizes that ghost hits are counted for (kvtierd.policy.ghosts), as they stand in names."""
+
+
 _ROWS = (
     # Tiers
     Metric("host_capacity_bytes", "gauge", "size of the host tier"),
@@ -44,6 +48,12 @@ _ROWS = (
     Metric("offload_failed_blocks", "counter", "blocks that the disk refused; they stay in host only"),
     Metric("offload_deferred_blocks", "counter", "blocks that had to wait for room in the queue to the disk"),
     Metric("offload_dropped_blocks", "counter", "deferred blocks that were evicted or deleted before there was room"),
+    Metric("offloaded_again_bytes", "counter", "of offloaded_bytes, those of blocks that had been used again by then"),
+    Metric("offload_not_admitted_blocks", "counter", "blocks not written because of nvme.admission, each time asked"),
+    Metric("offload_over_budget_blocks", "counter", "blocks not written because of nvme.daily_write_budget"),
+    Metric("offload_behind_hole_blocks", "counter", "blocks not written because the one before is not on disk"),
+    Metric("write_budget_bytes", "gauge", "bytes that nvme.daily_write_budget allows to be written now; 0 without one"),
+    Metric("nvme_unread_blocks", "counter", "copies on disk that went without ever having been read"),
     Metric("onboarded_bytes", "counter", "bytes onboarded from disk"),
     Metric("onboard_failed_blocks", "counter", "blocks that the disk could not read now; they may be read later"),
     Metric("onboard_corrupt_blocks", "counter", "blocks on disk that failed their checksum; they are dropped"),
@@ -56,7 +66,14 @@ _ROWS = (
     Metric("lookup_hit_blocks", "counter", "keys that were part of a prefix hit"),
     Metric("acquired_blocks", "counter", "blocks leased to clients"),
     Metric("onboarded_blocks", "counter", "blocks brought into the host tier from another one"),
-    Metric("prefetched_blocks", "counter", "blocks fetched ahead of a reader by the window"),
+    Metric("prefetched_blocks", "counter", "blocks whose fetch began ahead of a reader, by the window or on demand"),
+    Metric("prefetch_used_blocks", "counter", "of these, blocks that were in host when they were asked for"),
+    Metric("prefetch_late_blocks", "counter", "of these, blocks that were still on their way when they were asked for"),
+    Metric("prefetch_wasted_blocks", "counter", "of these, blocks that left host before anybody asked for them"),
+    Metric("prefetch_cancelled_blocks", "counter", "blocks not fetched ahead because request or client went away"),
+    Metric("prefetch_refused_blocks", "counter", "blocks not fetched ahead because only hotter ones could make room"),
+    Metric("advised_lookups", "counter", "lookups that were told how much is worth loading"),
+    Metric("advised_against_blocks", "counter", "hit blocks of these that are computed faster than loaded"),
     Metric("reserved_blocks", "counter", "slots lent for writing"),
     Metric("committed_blocks", "counter", "blocks that became visible"),
     Metric("committed_bytes", "counter", "payload of these"),
@@ -64,6 +81,44 @@ _ROWS = (
     Metric("deleted_blocks", "counter", "blocks that clients deleted or purged"),
     Metric("busy_stores", "counter", "blocks refused for want of room"),
     Metric("busy_reads", "counter", "reads cut short because too many blocks were on their way"),
+    Metric("thrash_refused_blocks", "counter", "blocks that got no place in host because it thrashed"),
+    Metric("thrash_episodes", "counter", "how often a block size began to thrash in the host tier"),
+    Metric("thrash_active_classes", "gauge", "block sizes that thrash in the host tier now"),
+    Metric(
+        "thrash_refetched_share", "gauge", "of blocks that needed a place, the share that had just lost it; the worst"
+    ),
+    # How the cache is used
+    Metric("heat_mean", "gauge", "mean heat of a sample of the blocks, in uses"),
+    Metric("heat_max", "gauge", "largest heat in that sample"),
+    Metric("heat_cold_share", "gauge", "share of that sample below kv_cache_config.compression.threshold"),
+    *(
+        row
+        for tier in ("gpu", "host", "nvme")
+        for row in (
+            Metric(f"{tier}_ghost_accesses", "gauge", "blocks used since the start, for the following"),
+            *(
+                Metric(f"{tier}_ghost_hits_{multiple}", "gauge", f"of these, hits of an LRU tier {multiple} as large")
+                for multiple in _MULTIPLES
+            ),
+        )
+    ),
+    Metric("nvme_to_host_bytes_per_s", "gauge", "speed of reads from disk, while there are some"),
+    Metric("gpu_to_host_bytes_per_s", "gauge", "speed of copies out of the gpu tier, while there are some"),
+    Metric("host_to_client_bytes_per_s", "gauge", "speed of copies out of host memory"),
+    # The page table
+    Metric("index_blocks", "gauge", "blocks in the page table"),
+    Metric("index_buckets", "gauge", "its buckets"),
+    Metric("index_load", "gauge", "share of its places in use"),
+    Metric("index_load_before_growth", "gauge", "that share when it last began to grow"),
+    Metric("index_stashed", "gauge", "blocks in its stash"),
+    Metric("index_lookups", "gauge", "keys looked up"),
+    Metric("index_buckets_touched_mean", "gauge", "buckets read for one key"),
+    Metric("index_buckets_touched_max", "gauge", "the most for one key"),
+    Metric("index_stash_probes", "gauge", "keys looked for in the stash too"),
+    Metric("index_displaced", "gauge", "blocks moved to make room in a bucket"),
+    Metric("index_splits", "gauge", "buckets split while growing"),
+    Metric("index_refused", "gauge", "blocks that found no place"),
+    Metric("index_searched_max", "gauge", "most buckets searched for one place"),
     # What clients hold
     Metric("leases", "gauge", "read leases now"),
     Metric("leases_expired", "counter", "leases that ended by time and not by release"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 
 
 def notify(state: str) -> bool:
@@ -19,3 +20,26 @@ def notify(state: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def notify_status(text: str) -> bool:
+    """Set the one line that `systemctl status` shows; a line break would start another variable."""
+    return notify(f"STATUS={' '.join(text.split())}")
+
+
+def extend_timeout(seconds: float) -> bool:
+    """Ask for at least so much more time than the unit allows for the start or the stop that is under way."""
+    return notify(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
+
+
+def notify_reloading() -> bool:
+    """Say that a reload has begun; `READY=1` ends it. The time tells systemd which of several requests it answers."""
+    return notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+
+
+def watchdog_period_s() -> float:
+    """How often the service manager wants to hear of us, in seconds; 0 where it does not ask this process."""
+    period, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
+    if not period.isdigit() or (pid and pid != str(os.getpid())):
+        return 0.0
+    return int(period) / 1e6
