@@ -22,7 +22,7 @@ make-venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || \
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 
-.PHONY: help install run test check engines-env test-engines test-system bench clean distclean
+.PHONY: help install run test check kernels engines-env test-engines test-system bench clean distclean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -72,6 +72,9 @@ $(ENGINES):
 
 test-engines: $(ENGINES) ## Run real engines against a real daemon, in an environment of their own
 	@HF_HUB_OFFLINE=1 $(ENGINE_VENV)/bin/python -m pytest tests/engines $(PYTEST_ARGS)
+
+kernels: $(DEV) ## Compile every CUDA kernel for every architecture; registers and spills against their bounds
+	@$(BIN)/kvtierctl kernels
 
 test-system: ## Boot a real systemd with the unit
 	@echo "test-system: NOT BUILT (the unit comes with a later version)"

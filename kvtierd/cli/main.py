@@ -29,6 +29,7 @@ COMMANDS = {
     "demo": Command("kvtierd.cli.demo", "show a real model's KV going through all tiers and a restart"),
     "bench": Command("kvtierd.cli.bench", "measure a figure against its reference"),
     "precompile": Command("kvtierd.cli.precompile", "compile all kernels into the cache folder"),
+    "kernels": Command("kvtierd.cli.kernels", "compile the CUDA kernels without a GPU; show registers and spills"),
 }
 
 
