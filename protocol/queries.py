@@ -24,8 +24,10 @@ from kvtierd.protocol.messages import (
     Tier,
 )
 from kvtierd.protocol.pending import Received
-from kvtierd.protocol.results import NO_HIT, Hit, NamespaceHandle
+from kvtierd.protocol.results import NO_HIT, NO_MASKS, Hit, NamespaceHandle
 from kvtierd.protocol.service import Frame
+
+NOTHING_TO_LOAD = Hit(0, NO_MASKS, load=0)
 
 
 class Queries:
@@ -59,8 +61,14 @@ class Queries:
         received = yield from self._asking.request([], lambda _: Flush(id=0), (), deadline_ns, insist=True)
         self._asking.insist(received, OkReply)
 
-    def lookup(self, handles: Sequence[NamespaceHandle], keys: Sequence[Keys], deadline_ns: int) -> Plan[Hit]:
-        """The common prefix over all these namespaces."""
+    def lookup(
+        self,
+        handles: Sequence[NamespaceHandle],
+        keys: Sequence[Keys],
+        deadline_ns: int,
+        prefill_tokens_per_s: float = 0.0,
+    ) -> Plan[Hit]:
+        """The common prefix over all these namespaces; with a speed of prefill also how much of it is worth loading."""
         frames = [as_frame(item) for item in keys]
         if len({frame.nbytes for frame in frames}) != 1 or len(frames) != len(handles):
             raise ValueError("a lookup wants one array of keys for each namespace, all of the same length")
@@ -68,26 +76,34 @@ class Queries:
         hits: list[Hit] = []
         for begin in range(0, max(1, frames[0].nbytes), limit):
             piece = [frame[begin : begin + limit] for frame in frames]
-            hit = yield from self._lookup_piece(handles, piece, deadline_ns)
+            hit = yield from self._lookup_piece(handles, piece, deadline_ns, prefill_tokens_per_s)
             hits.append(hit)
             if hit.count * KEY_BYTES < piece[0].nbytes:
                 break
         if len(hits) == 1:
             return hits[0]
-        return Hit(sum(hit.count for hit in hits), np.concatenate([hit.tiers for hit in hits]))
+        return _joined(hits)
 
-    def _lookup_piece(self, handles: Sequence[NamespaceHandle], frames: Sequence[Frame], deadline_ns: int) -> Plan[Hit]:
-        received = yield from self._asking.request(
-            handles, lambda numbers: Lookup(id=0, namespaces=numbers), frames, deadline_ns
-        )
-        return self._as_hit(received)
+    def _lookup_piece(
+        self,
+        handles: Sequence[NamespaceHandle],
+        frames: Sequence[Frame],
+        deadline_ns: int,
+        prefill_tokens_per_s: float,
+    ) -> Plan[Hit]:
+        def build(numbers: list[int]) -> AnyRequest:
+            return Lookup(id=0, namespaces=numbers, prefill_tokens_per_s=prefill_tokens_per_s)
+
+        return self._as_hit((yield from self._asking.request(handles, build, frames, deadline_ns)))
 
     def _as_hit(self, received: Received | None) -> Hit:
         reply = self._asking.accept(received, LookupReply)
         if reply is None:
             self._counters["lookups_missed_unavailable"] += 1
             return NO_HIT
-        return Hit(reply.hit, np.frombuffer(reply.tiers, np.uint8)) if reply.hit else NO_HIT
+        if not reply.hit:
+            return NO_HIT if reply.load is None else NOTHING_TO_LOAD
+        return Hit(reply.hit, np.frombuffer(reply.tiers, np.uint8), reply.load, reply.load_ns)
 
     def lookup_many(self, handle: NamespaceHandle, keys: Sequence[Keys], deadline_ns: int) -> Plan[list[Hit]]:
         """Many lookups in one go, each of at most `max_batch` keys; their requests do not wait for one another."""
@@ -142,3 +158,16 @@ class Queries:
 
         received = yield from self._asking.request([handle] if handle else [], build, (), deadline_ns, insist=True)
         return self._asking.insist(received, CountReply).count
+
+
+def _joined(hits: Sequence[Hit]) -> Hit:
+    """One hit of those of following pieces. Loading ends in the first piece of which not all is worth it."""
+    load, load_ns = 0, 0
+    for hit in hits:
+        load += hit.load or 0
+        load_ns += hit.load_ns
+        if hit.load != hit.count:
+            break
+    advised = hits[0].load is not None
+    masks = np.concatenate([hit.tiers for hit in hits])
+    return Hit(sum(hit.count for hit in hits), masks, load if advised else None, load_ns)

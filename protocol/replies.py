@@ -60,10 +60,16 @@ class NamespaceReply(Reply, kw_only=True, omit_defaults=True, tag="register_ok")
 
 
 class LookupReply(Reply, kw_only=True, omit_defaults=True, tag="lookup_ok"):
-    """`hit` blocks lead the request's keys; `tiers` has one residency mask a block: the AND of all namespaces."""
+    """`hit` blocks lead the request's keys; `tiers` has one residency mask a block: the AND of all namespaces.
+
+    `load` is how many of them are worth loading, the rest being faster computed, and `load_ns` what that should take;
+    None where the client did not say how fast it computes.
+    """
 
     hit: int
     tiers: bytes = b""
+    load: int | None = None
+    load_ns: int = 0
 
 
 class ReserveReply(Reply, kw_only=True, omit_defaults=True, tag="reserve_ok"):

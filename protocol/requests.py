@@ -68,16 +68,23 @@ class RegisterNamespace(Request, kw_only=True, omit_defaults=True, tag="register
 class Lookup(Request, kw_only=True, omit_defaults=True, tag="lookup"):
     """How long is the stored prefix? frames: one of keys per namespace, all of the same count.
 
-    Over several namespaces (groups or ranks) the answer is their common prefix.
+    Over several namespaces (groups or ranks) the answer is their common prefix. A client that says how fast it
+    computes KV, `prefill_tokens_per_s` above 0, is told how much of it is worth loading.
     """
 
     namespaces: list[int]
+    prefill_tokens_per_s: float = 0.0
 
 
 class Reserve(Request, kw_only=True, omit_defaults=True, tag="reserve"):
-    """Ask for host slots to write blocks into. frames: keys. Needs the arena."""
+    """Ask for host slots to write blocks into. frames: keys. Needs the arena.
+
+    `parent` is the key of the block before the first, where the keys are a later part of a prefix; so it is in every
+    request that has it. Without it they count as the beginning of one.
+    """
 
     namespace: int
+    parent: bytes = b""
 
 
 class Commit(Request, kw_only=True, omit_defaults=True, tag="commit"):
@@ -109,6 +116,7 @@ class Acquire(Request, kw_only=True, omit_defaults=True, tag="acquire"):
     namespace: int
     ttl_ms: int = 0
     verify: bool = False
+    parent: bytes = b""
 
 
 class Release(Request, kw_only=True, omit_defaults=True, tag="release"):
@@ -122,12 +130,14 @@ class Put(Request, kw_only=True, omit_defaults=True, tag="put"):
     """Store blocks that travel in frames. frames: keys; block sums, `n` u64 LE; then one payload per block, packed."""
 
     namespace: int
+    parent: bytes = b""
 
 
 class Get(Request, kw_only=True, omit_defaults=True, tag="get"):
     """Fetch the leading run of present blocks in frames. frames: keys."""
 
     namespace: int
+    parent: bytes = b""
 
 
 class Prefetch(Request, kw_only=True, omit_defaults=True, tag="prefetch"):

@@ -37,10 +37,16 @@ class NamespaceHandle:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Hit:
-    """The stored prefix: its length in blocks, and where each of its blocks lies ([count] uint8 masks)."""
+    """The stored prefix: its length in blocks, and where each of its blocks lies ([count] uint8 masks).
+
+    For a client that said how fast it computes, `load` is how many of them are worth fetching and `load_ns` what that
+    should take; computing the rest again is faster. `load` is None where it did not say.
+    """
 
     count: int
     tiers: Masks
+    load: int | None = None
+    load_ns: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -28,11 +28,13 @@ PROTECT_NS_MIN, PROTECT_NS_MAX = 2 * SECOND_NS, 300 * SECOND_NS
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """When thrashing begins and ends, as shares of the blocks that came in; `window` is a share of the capacity."""
+    """When thrashing begins and ends, as shares of the blocks that need a place, judged over a window of at least
+    `window` of the capacity and `window_min` blocks: a few blocks say nothing of a small tier."""
 
     begin: float = 0.5
     end: float = 0.25
     window: float = 0.25
+    window_min: int = 32
 
 
 def judge(share: float, *, active: bool, limits: Limits) -> bool:
@@ -95,7 +97,7 @@ class ThrashGuard:
 
     @property
     def _window(self) -> int:
-        return max(1, round(self.capacity * self._limits.window))
+        return max(1, self._limits.window_min, round(self.capacity * self._limits.window))
 
     def _end_window(self, share: float, now_ns: int) -> None:
         self.share = share

@@ -24,6 +24,15 @@ GONE: Final = 32
 """Forgotten while a move still names the row; freed with the last move."""
 
 
+RETURNED: Final = 1
+"""Mark: used again since it was first stored."""
+OFFLOADING: Final = 2
+"""Mark: on its way to nvme."""
+PREFETCHED: Final = 4
+"""Mark: fetched ahead, and not used since."""
+READ_BACK: Final = 8
+"""Mark: read from where it lies on nvme."""
+
 PIECE_ROWS = 4096
 """Rows looked at in one piece of a pass over the table: well under a millisecond."""
 
@@ -32,7 +41,7 @@ SWEEP_PIECES = 64
 
 
 class Blocks:
-    """Rows of the block table by key. The `flags` column holds the residency mask and the marks above."""
+    """Rows of the block table by key. The column `flags` holds where a block is, `marks` what became of it."""
 
     def __init__(self, capacity: int) -> None:
         self.table = BlockTable(capacity)
@@ -49,6 +58,11 @@ class Blocks:
         # count_nonzero costs a quarter of any(), which was a sixth of a lookup.
         return rows[: int(hidden.argmax())] if np.count_nonzero(hidden) else rows
 
+    def row_of(self, key: Keys, namespace: int) -> int:
+        """Row of one visible block, key [1, 32]; -1 for none."""
+        found = self.find(key, namespace)
+        return int(found[0]) if found.size else -1
+
     def find(self, keys: Keys, namespace: int) -> Rows:
         """Rows of visible blocks, in the order of keys, without the misses."""
         rows = self.pages.lookup(keys, namespace)
@@ -56,11 +70,35 @@ class Blocks:
         seen: Rows = rows[(self.table.flags[rows] & VISIBLE) != 0]
         return seen
 
+    def mark_as(self, rows: Rows, mark: int) -> None:
+        """Set a mark."""
+        self.table.marks[rows] |= np.uint8(mark)
+
+    def unmark_as(self, rows: Rows, mark: int) -> None:
+        """Clear a mark."""
+        self.table.marks[rows] &= np.uint8(~mark & 0xFF)
+
+    def marked(self, rows: Rows, mark: int) -> npt.NDArray[np.bool_]:
+        """Which rows have a mark, [n]."""
+        found: npt.NDArray[np.bool_] = (self.table.marks[rows] & np.uint8(mark)) != 0
+        return found
+
+    def ids(self, rows: Rows) -> npt.NDArray[np.uint64]:
+        """The first eight bytes of the blocks' keys, [n]: what policies know a block by."""
+        found: npt.NDArray[np.uint64] = self.table.records[rows, 0]
+        return found
+
     def link(self, rows: Rows) -> None:
         """Remember that these rows, in prefix order, follow each other; -1 stands for a block that is not there."""
         here, behind = rows[:-1], rows[1:]
         both = (here >= 0) & (behind >= 0)
         self.table.next_row[here[both]] = behind[both]
+
+    def link_behind(self, parent: Keys | None, namespace: int, rows: Rows) -> None:
+        """As `link`, with the block before the first, key [1, 32], where the client told it."""
+        if parent is not None:
+            rows = np.concatenate([np.array([self.row_of(parent, namespace)], np.int32), rows])
+        self.link(rows)
 
     def residency(self, rows: Rows) -> npt.NDArray[np.uint8]:
         """Residency masks."""

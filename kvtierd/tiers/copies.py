@@ -17,7 +17,7 @@ from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME, TIERS, Tie
 from kvtierd.storage.interface import Extent
 from kvtierd.storage.layout import block_header_bytes
 from kvtierd.telemetry.metrics import METRICS
-from kvtierd.tiers.blocks import GONE, RESIDENT, Blocks, Rows
+from kvtierd.tiers.blocks import GONE, PREFETCHED, READ_BACK, RESIDENT, Blocks, Rows
 from kvtierd.tiers.gpu_tier import GpuTier
 from kvtierd.tiers.host_tier import HostTier
 from kvtierd.tiers.namespaces import NamespaceEntry, NamespaceTable
@@ -79,10 +79,16 @@ class Copies:
         table = self.blocks.table
         table.segment[row] = extent.segment
         table.extent_page[row] = extent.offset // PAGE_BYTES
-        self.blocks.mark(np.array([row], np.int32), TIER_NVME)
+        rows = np.array([row], np.int32)
+        self.blocks.unmark_as(rows, READ_BACK)
+        self.blocks.mark(rows, TIER_NVME)
 
     def drop_host(self, cls: SlotClass, rows: Rows) -> None:
         """Drop host copies; blocks without another copy are forgotten."""
+        ahead = self.blocks.marked(rows, PREFETCHED)
+        if ahead.any():
+            self.counters["prefetch_wasted_blocks"] += int(ahead.sum())
+            self.blocks.unmark_as(rows[ahead], PREFETCHED)
         self._drop_slots(self.host, cls, rows, self.blocks.table.host_slot, TIER_HOST)
 
     def drop_gpu(self, cls: SlotClass, rows: Rows) -> None:
@@ -92,6 +98,8 @@ class Copies:
 
     def drop_nvme(self, rows: Rows) -> None:
         """Extents are gone or no longer wanted; blocks without another copy are forgotten."""
+        unread = rows.size - int(np.count_nonzero(self.blocks.marked(rows, READ_BACK)))
+        self.counters["nvme_unread_blocks"] += unread
         self.blocks.table.segment[rows] = -1
         self.blocks.unmark(rows, TIER_NVME)
         self._forget_bare(rows)

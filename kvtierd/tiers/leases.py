@@ -29,7 +29,8 @@ class Lease:
 @dataclasses.dataclass(slots=True, eq=False)
 class Reservation:
     """A client writes these host slots. `position[i]` is where block i stood in the request's keys; `chain` has
-    the rows of all of these keys, as they were then.
+    the rows of all of these keys, as they were then, `chain_ids` what policies know their blocks by, and `parent` is
+    the key before the first, [1, 32], where the client told it.
 
     Time alone does not free it: the writer may be paused and still have the memory mapped. Past `expires_ns` it is
     quarantined, which hides its keys so that others can store them; its slots wait for Commit, Abort or the end of
@@ -45,6 +46,8 @@ class Reservation:
     slots: Slots
     position: npt.NDArray[np.intp]
     chain: npt.NDArray[np.int32]
+    chain_ids: npt.NDArray[np.uint64]
+    parent: Keys | None
     expires_ns: int
     quarantined: bool = False
     busy: bool = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,12 +27,16 @@ from kvtierd.storage.interface import BlockStore, Extent, Recovered
 from kvtierd.tiers.admin import Admin
 from kvtierd.tiers.blocks import VISIBLE, Blocks
 from kvtierd.tiers.copies import Copies, EventSink
+from kvtierd.tiers.demand import Demand
 from kvtierd.tiers.gpu_tier import GpuTier
 from kvtierd.tiers.host_tier import HostTier
+from kvtierd.tiers.offload import Offload
 from kvtierd.tiers.onboard import Onboarder
+from kvtierd.tiers.pressure import Pressure
 from kvtierd.tiers.reads import Reads
 from kvtierd.tiers.room import Room
 from kvtierd.tiers.sessions import SessionState, need_frames, state_of
+from kvtierd.tiers.speeds import Speeds, probe_copy
 from kvtierd.tiers.workers import Workers
 from kvtierd.tiers.write_behind import WriteBehind
 from kvtierd.tiers.writes import Writes
@@ -69,17 +74,38 @@ class TierManager:
         slab = min(settings.host.chunk_bytes, device.capacity_bytes if device else 0)
         gpu = GpuTier(device, slab, LruEviction(device.capacity_bytes // PAGE_BYTES)) if device and slab else None
         self.copies = Copies(Blocks(settings.max_blocks), host, gpu, events)
-        marks = (settings.host.watermark, settings.kv_cache_config.gpu_watermark)
-        self._room = Room(self.copies, self._workers, *marks)
+        secret = secrets.randbits(62)
+        capacities = {"host": settings.host.capacity, "gpu": device.capacity_bytes if device else 0}
+        self._demand = Demand(self.copies, capacities, settings.kv_cache_config.heat_half_life_s, clock, secret)
+        self._room = Room(
+            self.copies,
+            self._workers,
+            Pressure(self.copies.blocks, host, clock, self.copies.counters, secret),
+            self._demand,
+            host_mark=settings.host.watermark,
+            gpu_mark=settings.kv_cache_config.gpu_watermark,
+        )
         self._write_behind: WriteBehind | None = None
+        self._offload: Offload | None = None
         if store is not None:
             # Queued blocks are held in host: were the queue as large as the tier, a slow disk would stop all stores.
             limit = min(settings.nvme.write_queue_bytes, settings.host.capacity // 2)
-            self._write_behind = WriteBehind(self.copies, store, limit)
+            self._write_behind = WriteBehind(self.copies, store, limit, clock)
+            self._offload = Offload(self.copies, self._write_behind, settings.nvme, settings.max_blocks, clock, secret)
             store.on_reclaim(self._reclaimed)
-        self._onboarder = Onboarder(self._room, store, self._workers, ONBOARDS_INFLIGHT_MAX)
-        self._reads = Reads(settings, self._room, self._onboarder, self._workers, clock)
-        self._writes = Writes(settings, self._room, self._write_behind, self._workers, clock)
+        self._speeds = Speeds(clock)
+        self._onboarder = Onboarder(self._room, store, self._workers, self._speeds, ONBOARDS_INFLIGHT_MAX)
+        self._reads = Reads(
+            settings,
+            self._room,
+            self._onboarder,
+            self._workers,
+            clock,
+            demand=self._demand,
+            offload=self._offload,
+            speeds=self._speeds,
+        )
+        self._writes = Writes(settings, self._room, self._workers, clock, demand=self._demand, offload=self._offload)
         self._admin = Admin(self.copies, self._onboarder, self._write_behind, _pinned_max(settings))
         self._ticker: asyncio.Task[None] | None = None
         self.reports: list[Callable[[], Mapping[str, Any]]] = []
@@ -89,6 +115,9 @@ class TierManager:
         """Recover the nvme tier, then serve. The host tier gets its memory in the background."""
         if self._store is not None:
             self._recover(await self._store.open())
+            capacity = self._store.stats().get("capacity_bytes", self.settings.nvme.capacity)
+            self._demand.add_tier("nvme", int(capacity))
+        self._speeds.host.note(*await self._workers.run(probe_copy))
         if self._write_behind is not None:
             self._write_behind.start()
         self._room.grow()
@@ -199,6 +228,11 @@ class TierManager:
             "namespaces": len(copies.namespaces),
             "write_queue_bytes": self._write_behind.waiting_bytes if self._write_behind else 0,
             "memory_error": self._room.memory_error,
+            "write_budget_bytes": self._offload.level_bytes() if self._offload else 0,
+            **self._room.pressure.stats(),
+            **self._demand.stats(self.settings.kv_cache_config.compression.threshold),
+            **self._speeds.stats(),
+            **{f"index_{name}": value for name, value in copies.blocks.pages.stats().items()},
         }
         store = {f"nvme_{name}": value for name, value in self._store.stats().items()} if self._store else {}
         more = {name: value for report in self.reports for name, value in report().items()}

@@ -18,9 +18,10 @@ from kvtierd.core.errors import CorruptionError, ErrorCode, RequestError, Storag
 from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.protocol.messages import TIER_GPU
 from kvtierd.storage.interface import BlockStore, ReadItem
-from kvtierd.tiers.blocks import Rows
+from kvtierd.tiers.blocks import PREFETCHED, READ_BACK, Rows
 from kvtierd.tiers.namespaces import NamespaceEntry
 from kvtierd.tiers.room import Room
+from kvtierd.tiers.speeds import Speeds
 from kvtierd.tiers.workers import Workers
 
 _log = logging.getLogger(__name__)
@@ -57,24 +58,29 @@ class Move:
 class Onboarder:
     """Moves into host and gpu. Every method runs on the loop; bytes move in worker threads."""
 
-    def __init__(self, room: Room, store: BlockStore | None, workers: Workers, inflight_max: int) -> None:
+    def __init__(
+        self, room: Room, store: BlockStore | None, workers: Workers, speeds: Speeds, inflight_max: int
+    ) -> None:
         self._copies = room.copies
         self._room = room
         self._store = store
         self._workers = workers
+        self._speeds = speeds
         self._arriving: dict[int, Arrival] = {}
         self._inflight_max = inflight_max
         self._tasks: set[asyncio.Task[None]] = set()
         self._raising = asyncio.Lock()
 
-    async def hold_in_host(self, entry: NamespaceEntry, rows: Rows) -> Slots:
+    async def hold_in_host(self, entry: NamespaceEntry, rows: Rows, *, ahead: bool = False) -> Slots:
         """Bring the rows into host and hold them there: slots of the leading run that made it, one hold each.
 
         RequestError `busy` when not even the first finds room. Shorter than `rows` when there is no room for more, a
-        block could not be read, or it was deleted meanwhile. When cancelled it holds nothing.
+        block could not be read, or it was deleted meanwhile. When cancelled it holds nothing. With `ahead` nobody has
+        asked for the blocks yet: they are no use of those that are there, displace nothing that is hotter, and where
+        there is no room the answer is short and no error.
         """
         copies, cls = self._copies, self._copies.host_class(entry)
-        slots, waits = self._claim(entry, cls, rows)
+        slots, waits = self._claim(entry, cls, rows, ahead=ahead)
         try:
             if waits:
                 await asyncio.wait(waits)
@@ -118,13 +124,16 @@ class Onboarder:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _claim(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows) -> tuple[Slots, set[asyncio.Future[None]]]:
+    def _claim(
+        self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, *, ahead: bool
+    ) -> tuple[Slots, set[asyncio.Future[None]]]:
         """Hold what is in host, join moves under way, start the missing ones; stop at the first that finds no room."""
         copies = self._copies
         slots = copies.blocks.table.host_slot[rows].copy()
         present = slots >= 0
         copies.host.pool.hold(slots[present])
-        copies.host.touch(cls, slots[present])
+        if not ahead:
+            copies.host.touch(cls, slots[present])
         waits: set[asyncio.Future[None]] = set()
         fresh: list[int] = []
         missing = np.flatnonzero(~present)
@@ -141,14 +150,17 @@ class Onboarder:
             waits.add(arrival.done)
         if not fresh:
             return slots, waits
-        allowed = max(0, self._inflight_max - len(self._arriving))
-        new = self._room.take_host(cls, min(len(fresh), allowed))
+        new = self._take(cls, rows[fresh], ahead=ahead)
         end = fresh[new.size] if new.size < len(fresh) else rows.size
         if end == 0:
             copies.host.release(cls, slots[slots >= 0])
+            if ahead:
+                return slots[:0], set()
             copies.counters["busy_reads"] += 1
             raise RequestError(
-                ErrorCode.BUSY, "no host slot is free, or too many blocks are on their way", retry_after_ms=20
+                ErrorCode.BUSY,
+                "no host slot may be taken now, or too many blocks are on their way",
+                retry_after_ms=self._room.pressure.retry_ms(cls, len(fresh)),
             )
         places = np.array(fresh[: new.size], np.intp)
         slots[places] = new
@@ -158,6 +170,18 @@ class Onboarder:
             copies.host.release(cls, beyond)
         waits |= self._start(entry, cls, rows[places], new)
         return slots[:end], waits
+
+    def _take(self, cls: SlotClass, rows: Rows, *, ahead: bool) -> Slots:
+        """Slots for the leading ones of these rows."""
+        allowed = rows[: max(0, self._inflight_max - len(self._arriving))]
+        if not ahead:
+            self._room.pressure.wanted(cls, rows)
+            return self._room.take_host(cls, allowed.size)
+        slots = self._room.take_spare(cls, allowed)
+        self._copies.counters["prefetched_blocks"] += slots.size
+        self._copies.counters["prefetch_refused_blocks"] += rows.size - slots.size
+        self._copies.blocks.mark_as(rows[: slots.size], PREFETCHED)
+        return slots
 
     def _start(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, slots: Slots) -> set[asyncio.Future[None]]:
         """Plan the jobs and start them. What they read from is settled and held now: they begin in a later turn."""
@@ -210,14 +234,26 @@ class Onboarder:
                     )
                     for i in on_disk.tolist()
                 ]
-                for i, error in zip(on_disk.tolist(), await store.read(items), strict=True):
+                errors = await self._read(store, items)
+                for i, error in zip(on_disk.tolist(), errors, strict=True):
                     move.good[i] = error is None
                     if error is not None:
                         self._lost_on_disk(int(move.rows[i]), error)
+                copies.blocks.mark_as(move.rows[move.good], READ_BACK)
                 copies.counters["onboarded_bytes"] += int(move.good.sum()) * entry.geometry.slot_bytes
         finally:
             copies.counters["onboarded_blocks"] += int(move.good.sum())
             self._land(move)
+
+    async def _read(self, store: BlockStore, items: list[ReadItem]) -> list[StorageError | None]:
+        moved, hop = 0, self._speeds.nvme
+        hop.begin()
+        try:
+            errors = await store.read(items)
+            moved = sum(item.out.size for item, error in zip(items, errors, strict=True) if error is None)
+        finally:
+            hop.end(moved)
+        return errors
 
     async def _from_gpu(self, move: Move) -> None:
         copies, gpu = self._copies, self._copies.gpu
@@ -230,9 +266,11 @@ class Onboarder:
                 gpu.copy_out(gpu_cls, source, view)
                 move.good[i] = bool((layer_sums(view, move.entry.geometry) == move.sums[i]).all())
 
+        self._speeds.gpu.begin()
         try:
             await self._workers.run(copy_all)
         finally:
+            self._speeds.gpu.end(int(move.good.sum()) * gpu_cls.slot_bytes)
             gpu.touch(gpu_cls, sources[gpu.pool.row[sources] >= 0])
             gpu.release(gpu_cls, sources)
             bad = ~move.good
@@ -249,6 +287,8 @@ class Onboarder:
         if kept.any():
             copies.host.set_sums(cls, move.slots[kept], move.sums[kept])
             copies.add_host(cls, move.rows[kept], move.slots[kept])
+        if not kept.all():
+            copies.blocks.unmark_as(move.rows[~kept], PREFETCHED)
         for row in move.rows.tolist():
             del self._arriving[row]
         copies.blocks.end_move(move.rows)

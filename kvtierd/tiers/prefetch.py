@@ -2,12 +2,15 @@
 
 Two ways lead here: a client that says what it will want, and the window: after every read of a run, the next
 `prefetch_window` blocks of its sequence, as far as a request has named them behind each other before.
+
+A prefetch takes free slots and those of blocks that are colder than what it brings; it goes in pieces, so that reads
+that somebody waits for come between, and what has not begun ends with the request or the session that wanted it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import dataclasses
 import functools
 from collections.abc import Awaitable, Callable
 
@@ -23,48 +26,79 @@ from kvtierd.tiers.onboard import Onboarder
 
 MAX_PREFETCHES = 64
 """At once; more would only compete for the same disk."""
+PIECE_BLOCKS = 32
+"""Blocks of one prefetch that are on their way at once."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Wish:
+    """One prefetch: of `rows` the first `begun` are on their way, or there."""
+
+    session: int
+    rows: Rows
+    begun: int = 0
 
 
 class Prefetcher:
-    """Starts onboarding in the background, and stops waiting for it when the client has gone away."""
+    """Starts onboarding in the background, and stops when the client has gone away."""
 
     def __init__(self, copies: Copies, onboarder: Onboarder, window: int) -> None:
         self._copies = copies
         self._onboarder = onboarder
         self.window = window
         """Blocks of a sequence fetched ahead."""
-        self._tasks: dict[asyncio.Task[None], int] = {}
+        self._tasks: dict[asyncio.Task[None], Wish] = {}
 
-    def follow(self, session: Session, entry: NamespaceEntry, run: Rows) -> None:
-        """This run was read: bring the next blocks of the sequence into host."""
+    def follow(self, session: Session, entry: NamespaceEntry, run: Rows) -> asyncio.Task[None] | None:
+        """This run is being read: bring the next blocks of the sequence into host; what may be cancelled, if any."""
         last = int(run[-1])
         if not self.window or self._copies.blocks.table.next_row[last] < 0:
-            return
+            return None
         rows = self._following(entry, last)
-        if rows.size and len(self._tasks) < MAX_PREFETCHES:
-            self._copies.counters["prefetched_blocks"] += rows.size
-            self.start(session, rows, functools.partial(self.to_host, entry, rows))
+        if not rows.size or len(self._tasks) >= MAX_PREFETCHES:
+            return None
+        return self.start(session, rows, functools.partial(self.to_host, entry))
 
-    def start(self, session: Session, rows: Rows, work: Callable[[], Awaitable[int]]) -> None:
+    def start(self, session: Session, rows: Rows, work: Callable[[Wish], Awaitable[int]]) -> asyncio.Task[None]:
         """Run a prefetch of rows in the background. RequestError `busy` when too many are under way."""
         if len(self._tasks) >= MAX_PREFETCHES:
             raise RequestError(ErrorCode.BUSY, f"{MAX_PREFETCHES} prefetches are under way", retry_after_ms=50)
         # The task begins later, and may never begin: until it ends the rows must not become other blocks'.
         self._copies.blocks.begin_move(rows)
-        task = asyncio.create_task(_as_a_wish(work))
-        self._tasks[task] = session.id
-        task.add_done_callback(functools.partial(self._ended, rows))
+        wish = Wish(session.id, rows)
+        task = asyncio.create_task(_as_a_wish(work, wish))
+        self._tasks[task] = wish
+        task.add_done_callback(self._ended)
+        return task
 
-    async def to_host(self, entry: NamespaceEntry, rows: Rows) -> int:
-        """Bring rows into host; how many of the leading ones are there."""
-        slots = await self._onboarder.hold_in_host(entry, rows)
-        self._copies.host.release(self._copies.host_class(entry), slots)
-        return int(slots.size)
+    async def to_host(self, entry: NamespaceEntry, wish: Wish) -> int:
+        """Bring the rows of a wish into host; how many of the leading ones are there."""
+        there = 0
+        while wish.begun < wish.rows.size:
+            piece = wish.rows[wish.begun : wish.begun + PIECE_BLOCKS]
+            wish.begun += piece.size
+            slots = await self._onboarder.hold_in_host(entry, piece, ahead=True)
+            self._copies.host.release(self._copies.host_class(entry), slots)
+            there += slots.size
+            if slots.size < piece.size:
+                break
+        return there
+
+    async def waited_for(self, wish: Wish, work: Callable[[Wish], Awaitable[int]]) -> int:
+        """Do a prefetch that a client waits for; it ends with the request."""
+        self._copies.blocks.begin_move(wish.rows)
+        try:
+            return await work(wish)
+        except asyncio.CancelledError:
+            self._cancelled(wish)
+            raise
+        finally:
+            self._copies.blocks.end_move(wish.rows)
 
     def session_ended(self, session: Session) -> None:
         """Nobody waits for this client's prefetches any more; reads that have begun end by themselves."""
-        for task, owner in list(self._tasks.items()):
-            if owner == session.id:
+        for task, wish in list(self._tasks.items()):
+            if wish.session == session.id:
                 task.cancel()
 
     async def close(self) -> None:
@@ -74,9 +108,14 @@ class Prefetcher:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _ended(self, rows: Rows, task: asyncio.Task[None]) -> None:
-        del self._tasks[task]
-        self._copies.blocks.end_move(rows)
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        wish = self._tasks.pop(task)
+        if task.cancelled():
+            self._cancelled(wish)
+        self._copies.blocks.end_move(wish.rows)
+
+    def _cancelled(self, wish: Wish) -> None:
+        self._copies.counters["prefetch_cancelled_blocks"] += wish.rows.size - wish.begun
 
     def _following(self, entry: NamespaceEntry, row: int) -> Rows:
         """Up to a window of rows behind this one that have no host copy and no move under way."""
@@ -91,7 +130,9 @@ class Prefetcher:
         return np.array(list(dict.fromkeys(found)), np.int32)
 
 
-async def _as_a_wish(work: Callable[[], Awaitable[int]]) -> None:
-    """Where there is no room a prefetch ends without effect; it was counted as a busy read."""
-    with contextlib.suppress(RequestError):
-        await work()
+async def _as_a_wish(work: Callable[[Wish], Awaitable[int]], wish: Wish) -> None:
+    """A refusal is no error here: nobody waits."""
+    try:
+        await work(wish)
+    except RequestError:
+        wish.begun = wish.rows.size

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import math
 from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
@@ -14,6 +16,7 @@ from kvtierd.core.clock import Clock
 from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.core.keys import Keys
 from kvtierd.gpu.slot_pool import SlotClass, Slots
+from kvtierd.policy.advice import advise
 from kvtierd.protocol.messages import (
     MAX_BATCH,
     Acquire,
@@ -29,13 +32,16 @@ from kvtierd.protocol.messages import (
 )
 from kvtierd.protocol.service import Answer, Session
 from kvtierd.tiers.blocks import Rows
+from kvtierd.tiers.demand import Demand
 from kvtierd.tiers.host_tier import empty_descriptors
 from kvtierd.tiers.leases import Lease, Register
 from kvtierd.tiers.namespaces import NamespaceEntry
+from kvtierd.tiers.offload import Offload
 from kvtierd.tiers.onboard import Onboarder
-from kvtierd.tiers.prefetch import Prefetcher
+from kvtierd.tiers.prefetch import Prefetcher, Wish
 from kvtierd.tiers.room import Room
-from kvtierd.tiers.sessions import keys_of, namespace_of, need_arena, need_frames
+from kvtierd.tiers.sessions import keys_of, namespace_of, need_arena, need_frames, parent_of
+from kvtierd.tiers.speeds import Speeds
 from kvtierd.tiers.workers import Workers
 
 Frames = Sequence[memoryview]
@@ -52,7 +58,14 @@ class Reads:
         onboarder: Onboarder,
         workers: Workers,
         clock: Clock,
+        *,
+        demand: Demand,
+        offload: Offload | None,
+        speeds: Speeds,
     ) -> None:
+        self._demand = demand
+        self._offload = offload
+        self._speeds = speeds
         self._room = room
         self._copies = room.copies
         self._onboarder = onboarder
@@ -75,7 +88,7 @@ class Reads:
         if not frames:
             raise RequestError(ErrorCode.BAD_ARGUMENT, "a lookup names no namespace")
         blocks, counters = self._copies.blocks, self._copies.counters
-        masks, asked = None, frames[0].nbytes
+        masks, asked, block_bytes = None, frames[0].nbytes, 0
         for number, frame in zip(request.namespaces, frames, strict=True):
             if frame.nbytes != asked:
                 raise RequestError(
@@ -83,6 +96,7 @@ class Reads:
                 )
             entry = namespace_of(session, number)
             keys = keys_of(frame)
+            block_bytes += entry.geometry.slot_bytes
             if masks is not None:
                 keys = keys[: masks.size]
             found = blocks.residency(blocks.find_prefix(keys, entry.number))
@@ -91,7 +105,10 @@ class Reads:
         counters["lookups"] += 1
         counters["lookup_blocks"] += asked // 32
         counters["lookup_hit_blocks"] += masks.size
-        return Answer(LookupReply(id=0, hit=masks.size, tiers=masks.tobytes()))
+        reply = LookupReply(id=0, hit=masks.size, tiers=masks.tobytes())
+        if request.prefill_tokens_per_s:
+            self._advise(reply, masks, block_bytes, entry.geometry.block_size, request.prefill_tokens_per_s)
+        return Answer(reply)
 
     def acquire(self, session: Session, request: Acquire, frames: Frames) -> Answer | Awaitable[Answer]:
         """Lease the leading run in host slots; at once where all of it is there."""
@@ -111,6 +128,7 @@ class Reads:
             return self._acquire_slowly(session, request, entry, keys)
         self._copies.host.pool.hold(slots)
         self._copies.host.touch(cls, slots)
+        self._used(entry, cls, rows, sources, request.parent)
         self.prefetcher.follow(session, entry, rows)
         return self._grant(session, request, cls, slots, sources)
 
@@ -129,12 +147,15 @@ class Reads:
         shape = entry.geometry
         cls = self._copies.host_class(entry)
         limit = max(1, self._message_bytes // shape.block_bytes)
-        rows, sources, slots = await self._hold(entry, keys_of(frames[0]), limit)
+        rows, sources, slots = await self._hold(entry, keys_of(frames[0]), limit, parent=request.parent)
+        good = 0
+        self._speeds.host.begin()
         try:
             sums = self._copies.host.sums_of(cls, slots)
             payload = np.empty((slots.size, shape.block_bytes), np.uint8)
             good = await self._workers.run(lambda: self._copy_out(entry, cls, slots, sums, payload))
         finally:
+            self._speeds.host.end(good * shape.block_bytes)
             self._copies.host.release(cls, slots)
         self._drop_bad(entry, rows, slots, good)
         frames_out = [sums[:good].tobytes(), *(payload[i].data for i in range(good))]
@@ -151,11 +172,12 @@ class Reads:
             )
         if request.tier == "gpu" and self._copies.gpu is None:
             raise RequestError(ErrorCode.UNAVAILABLE, "there is no gpu tier: gpu.capacity is 0")
-        bring = self._onboarder.raise_to_gpu if request.tier == "gpu" else self.prefetcher.to_host
+        to_gpu = request.tier == "gpu"
+        work = functools.partial(self._to_gpu if to_gpu else self.prefetcher.to_host, entry)
         if request.wait:
-            return self._bring(entry, keys, bring)
+            return self._bring(session, entry, keys, work)
         rows = self._copies.blocks.find_prefix(keys, entry.number)
-        self.prefetcher.start(session, rows, functools.partial(bring, entry, rows))
+        self.prefetcher.start(session, rows, work)
         return Answer(CountReply(id=0, count=rows.size))
 
     def end(self, lease: Lease) -> None:
@@ -175,15 +197,41 @@ class Reads:
         for lease in self.leases.of_session(session.id):
             self.end(lease)
 
-    async def _bring(self, entry: NamespaceEntry, keys: Keys, bring: Callable[..., Awaitable[int]]) -> Answer:
-        rows = self._copies.blocks.find_prefix(keys, entry.number)
-        self._copies.blocks.begin_move(rows)
-        try:
-            return Answer(CountReply(id=0, count=await bring(entry, rows)))
-        finally:
-            self._copies.blocks.end_move(rows)
+    def _advise(
+        self, reply: LookupReply, masks: Masks, block_bytes: int, block_tokens: int, prefill_tokens_per_s: float
+    ) -> None:
+        """Add to a lookup's reply how much of the hit is worth loading."""
+        if not 0 < prefill_tokens_per_s < math.inf:
+            message = f"prefill_tokens_per_s is {prefill_tokens_per_s}; it must be positive, or 0 for no advice"
+            raise RequestError(ErrorCode.BAD_ARGUMENT, message)
+        advice = advise(masks, self._speeds.costs_s(block_bytes), block_tokens / prefill_tokens_per_s)
+        reply.load, reply.load_ns = advice.load, round(advice.load_s * 1e9)
+        self._copies.counters["advised_lookups"] += 1
+        self._copies.counters["advised_against_blocks"] += masks.size - advice.load
 
-    async def _hold(self, entry: NamespaceEntry, keys: Keys, limit: int = MAX_BATCH) -> tuple[Rows, Masks, Slots]:
+    def _used(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, sources: Masks, parent: bytes) -> None:
+        """These blocks are read, and are in host: heat, ghost hits, and another chance to be written to nvme."""
+        self._demand.read(rows, entry.geometry.slot_bytes, sources)
+        if self._offload is not None:
+            before = parent_of(parent)
+            open_end = before is not None and self._offload.follows_a_hole(
+                self._copies.blocks.row_of(before, entry.number)
+            )
+            self._offload.read(entry, cls, rows, open_end=open_end)
+
+    async def _to_gpu(self, entry: NamespaceEntry, wish: Wish) -> int:
+        wish.begun = wish.rows.size
+        return await self._onboarder.raise_to_gpu(entry, wish.rows)
+
+    async def _bring(
+        self, session: Session, entry: NamespaceEntry, keys: Keys, work: Callable[[Wish], Awaitable[int]]
+    ) -> Answer:
+        rows = self._copies.blocks.find_prefix(keys, entry.number)
+        return Answer(CountReply(id=0, count=await self.prefetcher.waited_for(Wish(session.id, rows), work)))
+
+    async def _hold(
+        self, entry: NamespaceEntry, keys: Keys, limit: int = MAX_BATCH, parent: bytes = b""
+    ) -> tuple[Rows, Masks, Slots]:
         """Hold the leading run in host: (rows, where they were, slots of those that made it).
 
         Rows are looked up here, in the same turn of the loop in which their slots are held: a row that was found
@@ -192,7 +240,7 @@ class Reads:
         while True:
             rows = self._copies.blocks.find_prefix(keys, entry.number)[:limit]
             sources, growing = self._copies.blocks.residency(rows), self._room.growing
-            self._copies.blocks.link(rows)
+            self._copies.blocks.link_behind(parent_of(parent), entry.number, rows)
             try:
                 slots = await self._onboarder.hold_in_host(entry, rows)
             except RequestError:
@@ -200,16 +248,23 @@ class Reads:
                     raise
                 slots = np.empty(0, np.int32)
             if slots.size == rows.size or not growing:
+                if slots.size:
+                    self._used(entry, self._copies.host_class(entry), rows[: slots.size], sources[: slots.size], parent)
                 return rows, sources, slots
             self._copies.host.release(self._copies.host_class(entry), slots)
             await self._room.next_chunk()
 
     async def _acquire_slowly(self, session: Session, request: Acquire, entry: NamespaceEntry, keys: Keys) -> Answer:
-        cls = self._copies.host_class(entry)
+        cls, window = self._copies.host_class(entry), None
         if (run := self._copies.blocks.find_prefix(keys, entry.number)).size:
             # Starts a task, which begins after this request's own reads: those behind them never go first.
-            self.prefetcher.follow(session, entry, run)
-        rows, sources, slots = await self._hold(entry, keys)
+            window = self.prefetcher.follow(session, entry, run)
+        try:
+            rows, sources, slots = await self._hold(entry, keys, parent=request.parent)
+        except asyncio.CancelledError:
+            if window is not None:
+                window.cancel()  # whoever does not wait for these blocks will not ask for the next
+            raise
         if request.verify:
             try:
                 good = await self._workers.run(lambda: self._check(entry, cls, slots))

@@ -10,9 +10,13 @@ from collections.abc import Callable
 import numpy as np
 
 from kvtierd.gpu.slot_pool import SlotClass, Slots
+from kvtierd.policy.admission import leading
 from kvtierd.policy.watermarks import to_free
 from kvtierd.tiers.arena import Chunk
+from kvtierd.tiers.blocks import Rows
 from kvtierd.tiers.copies import Copies
+from kvtierd.tiers.demand import Demand
+from kvtierd.tiers.pressure import Pressure
 from kvtierd.tiers.workers import Workers
 
 _log = logging.getLogger(__name__)
@@ -30,8 +34,19 @@ HYSTERESIS = 0.05
 class Room:
     """Allocates slots in host and gpu, evicting as needed, and gives the host tier its memory."""
 
-    def __init__(self, copies: Copies, workers: Workers, host_mark: float, gpu_mark: float) -> None:
+    def __init__(
+        self,
+        copies: Copies,
+        workers: Workers,
+        pressure: Pressure,
+        demand: Demand,
+        *,
+        host_mark: float,
+        gpu_mark: float,
+    ) -> None:
         self.copies = copies
+        self.pressure = pressure
+        self._demand = demand
         self._workers = workers
         self.marks = {"host": host_mark, "gpu": gpu_mark}
         """Watermarks by tier."""
@@ -50,11 +65,24 @@ class Room:
         slots = host.take_free(cls, count)
         short = count - slots.size
         if short:
-            victims = host.victims(cls, short)
+            victims = self.pressure.victims(cls, short)
             if victims.size:
-                self.copies.evict_host(cls, victims)
+                self._evict_host(cls, victims)
                 slots = np.concatenate([slots, host.take_free(cls, victims.size)])
             self._move_slab(cls)
+        return slots
+
+    def take_spare(self, cls: SlotClass, rows: Rows) -> Slots:
+        """Host slots for the leading ones of these rows that can have one without displacing a hotter block."""
+        host = self.copies.host
+        slots = host.take_free(cls, rows.size)
+        if slots.size < rows.size:
+            victims = host.victims(cls, rows.size - slots.size)
+            colder = self._demand.heat(host.pool.row[victims]) <= self._demand.heat(rows[slots.size :][: victims.size])
+            victims = victims[: leading(colder)]
+            if victims.size:
+                self._evict_host(cls, victims)
+                slots = np.concatenate([slots, host.take_free(cls, victims.size)])
         return slots
 
     def take_gpu(self, cls: SlotClass, count: int) -> Slots:
@@ -113,6 +141,7 @@ class Room:
     def keep_watermarks(self) -> None:
         """Evict from tiers over their watermark; call it every so often. Only copies that exist elsewhere go."""
         host, gpu = self.copies.host, self.copies.gpu
+        self.pressure.tick()
         host.ticks += 1
         if gpu is not None:
             gpu.ticks += 1
@@ -120,14 +149,18 @@ class Room:
             self.grow()  # what failed for want of memory or descriptors may succeed now
         for cls in host.pool.classes:
             for_sure = self._over("host", cls, spare=len(host.spare) + len(host.missing))
-            rows = self.copies.keep_elsewhere(host.pool.row[host.victims(cls, for_sure)], "host") if for_sure else None
-            if rows is not None and rows.size:
-                self.copies.evict_host(cls, self.copies.blocks.table.host_slot[rows])
+            if not for_sure or self.pressure.thrashes(cls):
+                continue
+            rows = self.copies.keep_elsewhere(host.pool.row[host.victims(cls, for_sure)], "host")
+            if rows.size:
+                self._evict_host(cls, self.copies.blocks.table.host_slot[rows])
         for cls in gpu.pool.classes if gpu is not None else ():
             assert gpu is not None
             count = self._over("gpu", cls, spare=len(gpu.spare))
-            rows = self.copies.keep_elsewhere(gpu.pool.row[gpu.victims(cls, count)], "gpu") if count else None
-            if rows is not None and rows.size:
+            if not count:
+                continue
+            rows = self.copies.keep_elsewhere(gpu.pool.row[gpu.victims(cls, count)], "gpu")
+            if rows.size:
                 self.copies.counters["gpu_evicted_blocks"] += rows.size
                 self.copies.drop_gpu(cls, rows)
 
@@ -154,6 +187,10 @@ class Room:
             host.adopt(host.missing.pop(), chunk)
             self._chunk_added.set()
 
+    def _evict_host(self, cls: SlotClass, slots: Slots) -> None:
+        self.pressure.evicted(cls, self.copies.host.pool.row[slots])
+        self.copies.evict_host(cls, slots)
+
     def _move_slab(self, cls: SlotClass) -> None:
         """Free a chunk of a better-off class; it comes back as new memory, since clients have mapped the old one."""
         host = self.copies.host
@@ -165,7 +202,7 @@ class Room:
             return
         donor = next(other for other in host.pool.classes if slab in other.slabs)
         slots = host.pool.slots_of(slab)
-        self.copies.evict_host(donor, slots[host.pool.row[slots] >= 0])
+        self._evict_host(donor, slots[host.pool.row[slots] >= 0])
         host.pool.remove_slab(slab)
         chunk = host.drop(slab)
         self.chunk_gone(chunk.number)

@@ -62,6 +62,15 @@ def keys_of(frame: memoryview) -> Keys:
     return np.frombuffer(frame, np.uint8).reshape(count, KEY_BYTES)
 
 
+def parent_of(key: bytes) -> Keys | None:
+    """The key before the first one of a request, [1, 32]; None where the client did not say."""
+    if not key:
+        return None
+    if len(key) != KEY_BYTES:
+        raise RequestError(ErrorCode.BAD_ARGUMENT, f"parent has {len(key)} bytes; a key has {KEY_BYTES}")
+    return np.frombuffer(key, np.uint8).reshape(1, KEY_BYTES)
+
+
 def sums_of(frame: memoryview, count: int, layers: int, what: str) -> Sums:
     """Sums of a frame, [count, layers] u64. RequestError when the length is another."""
     wanted = count * layers * 8

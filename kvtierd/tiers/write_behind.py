@@ -14,10 +14,11 @@ import logging
 
 import numpy as np
 
+from kvtierd.core.clock import Clock
 from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.storage.interface import BlockStore, Extent, WriteItem
-from kvtierd.tiers.blocks import Rows
+from kvtierd.tiers.blocks import OFFLOADING, RETURNED, Rows
 from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.namespaces import NamespaceEntry
 
@@ -49,8 +50,11 @@ class _Batch:
 class WriteBehind:
     """The queue towards the store. Everything runs on the loop; the store moves bytes in its own threads."""
 
-    def __init__(self, copies: Copies, store: BlockStore, limit_bytes: int) -> None:
+    def __init__(self, copies: Copies, store: BlockStore, limit_bytes: int, clock: Clock) -> None:
         self._copies = copies
+        self._clock = clock
+        self.failed_ns = -(1 << 62)
+        """When the disk last refused a block."""
         self._store = store
         self._limit_bytes = limit_bytes
         self._queue: collections.deque[_Batch] = collections.deque()
@@ -69,7 +73,8 @@ class WriteBehind:
         self.running = asyncio.create_task(self._run(), name="write-behind")
 
     def add(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, slots: Slots) -> None:
-        """Queue freshly committed blocks, in prefix order; those over the limit are deferred."""
+        """Queue blocks that are in host and not on disk, in prefix order; those over the limit are deferred."""
+        self._copies.blocks.mark_as(rows, OFFLOADING)
         block = entry.geometry.slot_bytes
         step = max(1, min(BATCH_BYTES, self._limit_bytes // 4) // block)
         for begin in range(0, rows.size, step):
@@ -102,7 +107,7 @@ class WriteBehind:
 
     def _give_up(self, batch: _Batch, dropped: int) -> None:
         self._copies.counters["offload_dropped_blocks"] += dropped
-        self._copies.blocks.end_move(batch.rows)
+        self._end_move(batch.rows)
         self._unfinished.discard(batch.number)
 
     def _readmit(self) -> None:
@@ -117,7 +122,7 @@ class WriteBehind:
                 self._give_up(batch, gone.size)
                 continue
             self._copies.counters["offload_dropped_blocks"] += gone.size
-            self._copies.blocks.end_move(gone)
+            self._end_move(gone)
             self._enqueue(_Batch(batch.entry, batch.cls, batch.rows[kept], slots[kept], batch.number))
 
     @property
@@ -212,11 +217,12 @@ class WriteBehind:
             elif result is not None:
                 _log.warning("nvme write: %s; the block stays in host only", result)
                 copies.counters["offload_failed_blocks"] += 1
+                self.failed_ns = self._clock.now_ns()
         rows = np.array(corrupt, np.int32)
         rows = rows[copies.blocks.live(rows)]
         if rows.size:
             copies.forget(entry, rows)
-        copies.blocks.end_move(batch.rows)
+        self._end_move(batch.rows)
         copies.host.release(batch.cls, batch.slots)
         self.waiting_bytes -= batch.size_bytes
         self._unfinished.discard(batch.number)
@@ -228,6 +234,8 @@ class WriteBehind:
         copies = self._copies
         copies.counters["offloaded_blocks"] += 1
         copies.counters["offloaded_bytes"] += extent.length
+        if copies.blocks.table.marks.item(row) & RETURNED:
+            copies.counters["offloaded_again_bytes"] += extent.length
         if copies.blocks.live(np.array([row], np.int32))[0]:
             copies.add_nvme(row, extent)
             return
@@ -235,6 +243,10 @@ class WriteBehind:
         key = copies.blocks.table.key[row].tobytes()
         copies.dead_extents.append((entry.digest, key, extent))
         self._wake.set()
+
+    def _end_move(self, rows: Rows) -> None:
+        self._copies.blocks.unmark_as(rows, OFFLOADING)
+        self._copies.blocks.end_move(rows)
 
     async def _bury(self) -> None:
         """Write tombstones of forgotten extents."""

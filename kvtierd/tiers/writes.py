@@ -29,28 +29,36 @@ from kvtierd.protocol.messages import (
 )
 from kvtierd.protocol.service import Answer, Session
 from kvtierd.tiers.blocks import VISIBLE, WRITING, Rows
+from kvtierd.tiers.demand import Demand
 from kvtierd.tiers.host_tier import empty_descriptors
 from kvtierd.tiers.leases import Register, Reservation
 from kvtierd.tiers.namespaces import NamespaceEntry
+from kvtierd.tiers.offload import Offload
+from kvtierd.tiers.pressure import RETRY_MS
 from kvtierd.tiers.room import Room
-from kvtierd.tiers.sessions import keys_of, namespace_of, need_arena, need_frames, sums_of
+from kvtierd.tiers.sessions import keys_of, namespace_of, need_arena, need_frames, parent_of, sums_of
 from kvtierd.tiers.workers import Workers
-from kvtierd.tiers.write_behind import WriteBehind
 
 Frames = Sequence[memoryview]
-RETRY_MS = 20
-"""When a store found no room: about the time in which a batch of leases ends or a chunk is made."""
 
 
 class Writes:
     """Serves stores."""
 
     def __init__(
-        self, settings: Settings, room: Room, write_behind: WriteBehind | None, workers: Workers, clock: Clock
+        self,
+        settings: Settings,
+        room: Room,
+        workers: Workers,
+        clock: Clock,
+        *,
+        demand: Demand,
+        offload: Offload | None,
     ) -> None:
+        self._demand = demand
+        self._offload = offload
         self._copies = room.copies
         self._room = room
-        self._write_behind = write_behind
         self._workers = workers
         self._clock = clock
         self.apply(settings)
@@ -66,29 +74,28 @@ class Writes:
         need_arena(session)
         need_frames(frames, 1)
         entry = namespace_of(session, request.namespace)
-        keys = keys_of(frames[0])
+        keys, parent = keys_of(frames[0]), parent_of(request.parent)
         if self._room.lacks_memory(self._copies.host_class(entry), len(keys)):
-            return self._reserve_later(session, entry, keys)
-        return self._granted(session, entry, keys)
+            return self._reserve_later(session, entry, keys, parent)
+        return self._granted(session, entry, keys, parent)
 
-    async def _reserve_later(self, session: Session, entry: NamespaceEntry, keys: Keys) -> Answer:
+    async def _reserve_later(self, session: Session, entry: NamespaceEntry, keys: Keys, parent: Keys | None) -> Answer:
         await self._room.memory_for(self._copies.host_class(entry), len(keys))
-        return self._granted(session, entry, keys)
+        return self._granted(session, entry, keys, parent)
 
-    def _granted(self, session: Session, entry: NamespaceEntry, keys: Keys) -> Answer:
-        reservation, status = self._reserve(session.id, entry, keys)
+    def _granted(self, session: Session, entry: NamespaceEntry, keys: Keys, parent: Keys | None) -> Answer:
+        reservation, status = self._reserve(session.id, entry, keys, parent)
         descriptors = empty_descriptors(len(keys))
         descriptors["status"] = status
         if reservation is not None:
             granted = empty_descriptors(reservation.slots.size)
             self._copies.host.describe(reservation.cls, reservation.slots, granted)
             descriptors[reservation.position] = granted
-        busy = bool((status == SLOT_BUSY).any())
         reply = ReserveReply(
             id=0,
             reservation=reservation.id if reservation else 0,
             granted=reservation.slots.size if reservation else 0,
-            retry_after_ms=RETRY_MS if busy else 0,
+            retry_after_ms=self._retry_ms(entry, int(np.count_nonzero(status == SLOT_BUSY))),
         )
         return Answer(reply, [descriptors.tobytes()])
 
@@ -123,9 +130,9 @@ class Writes:
                     f"block {i} has {payload.nbytes} bytes; this namespace's blocks have {entry.geometry.block_bytes}",
                 )
         await self._room.memory_for(self._copies.host_class(entry), len(keys))
-        reservation, status = self._reserve(session.id, entry, keys)
+        reservation, status = self._reserve(session.id, entry, keys, parent_of(request.parent))
         existed, refused = int((status == SLOT_EXISTS).sum()), int((status == SLOT_BUSY).sum())
-        retry = RETRY_MS if refused else 0
+        retry = self._retry_ms(entry, refused)
         if reservation is None:
             return Answer(PutReply(id=0, stored=0, existed=existed, refused=refused, retry_after_ms=retry))
         reservation.busy = True
@@ -164,8 +171,11 @@ class Writes:
             if not reservation.busy:
                 self._give_back(reservation)
 
+    def _retry_ms(self, entry: NamespaceEntry, refused: int) -> int:
+        return self._room.pressure.retry_ms(self._copies.host_class(entry), refused) if refused else 0
+
     def _reserve(
-        self, session: int, entry: NamespaceEntry, keys: Keys
+        self, session: int, entry: NamespaceEntry, keys: Keys, parent: Keys | None
     ) -> tuple[Reservation | None, npt.NDArray[np.uint8]]:
         """Rows and slots for keys that are not there: (reservation or None, status per key)."""
         if self.closed:
@@ -183,8 +193,9 @@ class Writes:
             chain = copies.blocks.pages.lookup(keys, entry.number)
             status[chain < 0] = SLOT_BUSY
             copies.counters["busy_stores"] += int((chain < 0).sum())
-        copies.blocks.link(chain)
+        copies.blocks.link_behind(parent, entry.number, chain)
         cls = copies.host_class(entry)
+        self._room.pressure.wanted(cls, rows)
         slots = self._room.take_host(cls, rows.size)
         status[position[slots.size :]] = SLOT_BUSY
         if slots.size < rows.size:
@@ -195,8 +206,21 @@ class Writes:
         rows, position = rows[: slots.size], position[: slots.size]
         status[position] = SLOT_GRANTED
         expires_ns = self._clock.now_ns() + self._ttl_ns
+        # Frames do not outlive the request.
+        mine, before = keys[position].copy(), None if parent is None else parent.copy()
         reservation = Reservation(
-            number, session, entry, cls, keys[position].copy(), rows, slots, position, chain, expires_ns
+            number,
+            session,
+            entry,
+            cls,
+            mine,
+            rows,
+            slots,
+            position,
+            chain,
+            copies.blocks.ids(chain),
+            before,
+            expires_ns,
         )
         self.reservations.add(reservation)
         copies.counters["reserved_blocks"] += slots.size
@@ -270,8 +294,9 @@ class Writes:
         table.flags[fresh] = (table.flags[fresh] | VISIBLE) & np.uint8(~WRITING & 0xFF)
         copies.add_host(cls, fresh, fresh_slots)
         self._touch_chain(reservation, cls)
-        if self._write_behind is not None and fresh.size:
-            self._write_behind.add(entry, cls, fresh, fresh_slots)
+        if fresh.size:
+            self._demand.stored(fresh, entry.geometry.slot_bytes)
+            self._offload_stored(reservation, fresh)
         self._drop_rows(rows[~keep])
         copies.host.release(cls, slots)
         self._shrink(reservation, which)
@@ -287,6 +312,19 @@ class Writes:
         chain = chain[chain >= 0]
         slots = table.host_slot[chain[table.namespace[chain] == reservation.entry.number]]
         self._copies.host.touch(cls, slots[slots >= 0])
+
+    def _offload_stored(self, reservation: Reservation, fresh: Rows) -> None:
+        if self._offload is None:
+            return
+        blocks, entry, chain = self._copies.blocks, reservation.entry, reservation.chain
+        # A row may have been given to another block since the reservation.
+        same = (chain >= 0) & (blocks.ids(chain) == reservation.chain_ids)
+        same &= blocks.table.namespace[chain] == entry.number
+        open_end = reservation.parent is not None and self._offload.follows_a_hole(
+            blocks.row_of(reservation.parent, entry.number)
+        )
+        chain = np.where(same, chain, np.int32(-1))
+        self._offload.stored(entry, reservation.cls, chain, fresh, open_end=open_end)
 
     def _shrink(self, reservation: Reservation, which: npt.NDArray[np.intp]) -> None:
         rest = np.ones(reservation.rows.size, np.bool_)

@@ -48,7 +48,7 @@ def test_the_state_has_hysteresis():
 
 
 def test_a_share_between_the_limits_never_oscillates():
-    guard = ThrashGuard(64, secret=1, limits=Limits(window=0.125))
+    guard = ThrashGuard(64, secret=1, limits=Limits(window=0.125, window_min=8))
     guard.evicted(keys(0, 8))
     guard.wanted(keys(0, 8), 0)
     assert guard.active
@@ -82,6 +82,16 @@ def test_what_was_used_within_twice_the_residence_time_is_protected():
     assert thrashing(800).protect_ns == pytest.approx(200 * SECOND_NS, rel=0.1)
     assert thrashing(800, step_ns=1).protect_ns == PROTECT_NS_MIN
     assert thrashing(800, step_ns=1000 * SECOND_NS).protect_ns == PROTECT_NS_MAX
+
+
+def test_a_few_blocks_say_nothing_of_a_small_tier():
+    guard = ThrashGuard(4, secret=1)
+    guard.evicted(keys(0, 4))
+    for second in range(7):
+        guard.wanted(keys(0, 4), second)
+    assert not guard.active
+    guard.wanted(keys(0, 4), 8)
+    assert guard.active
 
 
 def test_when_to_ask_again_follows_the_tiers_speed():

@@ -156,6 +156,7 @@ def test_a_message_survives_the_wire_and_fields_that_it_does_not_know(kind: type
         "stats": {"blocks": 3, "mode": "o_direct"},
         "tier": "gpu",
         "index": [0, 2],
+        "parent": b"p" * 32,
         "versions": (1, 4),
         "verify": True,
         "quiet": True,

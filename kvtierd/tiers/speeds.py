@@ -1,0 +1,107 @@
+"""How fast bytes move between tiers, measured on what is really moved: the ground for load-or-recompute advice.
+
+Moves overlap, so a hop is measured while it is busy: bytes that arrived over the time in which at least one move was
+under way. Clients copy from host by themselves; that hop is measured on a copy at start and on every Get.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.core.clock import Clock
+from kvtierd.policy.advice import MASKS, RateMeter
+from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME
+from kvtierd.tiers.blocks import RESIDENT
+
+PRIOR_BYTES_PER_S = 2e9
+"""Of a hop over which nothing has gone yet: a plain NVMe disk, and less than any memory."""
+PROBE_BYTES = 8 << 20
+PROBE_ROUNDS = 3
+
+Costs = npt.NDArray[np.float64]
+
+
+class Hop:
+    """One way between tiers. Everything runs on the loop."""
+
+    def __init__(self, clock: Clock, prior_bytes_per_s: float = PRIOR_BYTES_PER_S) -> None:
+        self._clock = clock
+        self._meter = RateMeter(prior_bytes_per_s)
+        self._moving = 0
+        self._since_ns = 0
+        self.moves = 0
+        """Moves that ended, a count by which others see that the rate may have changed."""
+
+    def begin(self) -> None:
+        """A move starts."""
+        if not self._moving:
+            self._since_ns = self._clock.now_ns()
+        self._moving += 1
+
+    def end(self, moved_bytes: int) -> None:
+        """A move ends; bytes that did not arrive do not count."""
+        now_ns = self._clock.now_ns()
+        self._moving -= 1
+        if moved_bytes > 0:
+            self._meter.note(moved_bytes, now_ns - self._since_ns)
+            self._since_ns = now_ns
+            self.moves += 1
+
+    def note(self, moved_bytes: int, elapsed_ns: int) -> None:
+        """A move that was measured elsewhere."""
+        self._meter.note(moved_bytes, elapsed_ns)
+        self.moves += 1
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Mean of what moved lately."""
+        return self._meter.bytes_per_s
+
+
+class Speeds:
+    """The hops of a read: nvme to host, gpu to host, and host to the client."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.nvme, self.gpu, self.host = Hop(clock), Hop(clock), Hop(clock)
+        self._cost_per_byte: Costs = np.full(MASKS, np.inf)
+        self._seen = -1
+
+    def costs_s(self, block_bytes: int) -> Costs:
+        """What a client needs to get a block of each residency mask, in seconds, [256]."""
+        moves = self.nvme.moves + self.gpu.moves + self.host.moves
+        if moves != self._seen:
+            self._seen = moves
+            copy_s = 1 / self.host.bytes_per_s
+            costs_s = np.full(1 + RESIDENT, np.inf)
+            # The fastest last, since a block is fetched from the best place that has it.
+            for tier, cost_s in (
+                (TIER_NVME, copy_s + 1 / self.nvme.bytes_per_s),
+                (TIER_GPU, copy_s + 1 / self.gpu.bytes_per_s),
+                (TIER_HOST, copy_s),
+            ):
+                costs_s[np.arange(costs_s.size) & tier != 0] = cost_s
+            self._cost_per_byte = np.tile(costs_s, MASKS // costs_s.size)
+        return self._cost_per_byte * block_bytes
+
+    def stats(self) -> dict[str, int]:
+        """Rates by hop."""
+        return {
+            "nvme_to_host_bytes_per_s": int(self.nvme.bytes_per_s),
+            "gpu_to_host_bytes_per_s": int(self.gpu.bytes_per_s),
+            "host_to_client_bytes_per_s": int(self.host.bytes_per_s),
+        }
+
+
+def probe_copy() -> tuple[int, int]:
+    """Copy some memory: (bytes, nanoseconds) of the fastest of a few rounds. Takes some milliseconds, in a worker."""
+    source, target = np.ones(PROBE_BYTES, np.uint8), np.zeros(PROBE_BYTES, np.uint8)
+    best_ns = 0
+    for _ in range(PROBE_ROUNDS):
+        begin_ns = time.perf_counter_ns()
+        np.copyto(target, source)
+        elapsed_ns = time.perf_counter_ns() - begin_ns
+        best_ns = min(best_ns or elapsed_ns, elapsed_ns)
+    return PROBE_BYTES, best_ns
