@@ -65,15 +65,29 @@ class AsyncClient:
         handle = NamespaceHandle(namespace, allow_loss=allow_loss)
         return await self._driver.run(self._queries.register(handle, self._deadline_ns(None)))
 
-    async def lookup(self, namespace: NamespaceHandle, keys: Keys, *, timeout_s: float | None = None) -> Hit:
+    async def lookup(
+        self,
+        namespace: NamespaceHandle,
+        keys: Keys,
+        *,
+        prefill_tokens_per_s: float = 0.0,
+        timeout_s: float | None = None,
+    ) -> Hit:
         """As `Client.lookup`."""
-        return await self._driver.run(self._queries.lookup((namespace,), (keys,), self._deadline_ns(timeout_s)))
+        plan = self._queries.lookup((namespace,), (keys,), self._deadline_ns(timeout_s), prefill_tokens_per_s)
+        return await self._driver.run(plan)
 
     async def lookup_group(
-        self, namespaces: Sequence[NamespaceHandle], keys: Sequence[Keys], *, timeout_s: float | None = None
+        self,
+        namespaces: Sequence[NamespaceHandle],
+        keys: Sequence[Keys],
+        *,
+        prefill_tokens_per_s: float = 0.0,
+        timeout_s: float | None = None,
     ) -> Hit:
         """As `Client.lookup_group`."""
-        return await self._driver.run(self._queries.lookup(namespaces, keys, self._deadline_ns(timeout_s)))
+        plan = self._queries.lookup(namespaces, keys, self._deadline_ns(timeout_s), prefill_tokens_per_s)
+        return await self._driver.run(plan)
 
     async def lookup_many(
         self, namespace: NamespaceHandle, keys: Sequence[Keys], *, timeout_s: float | None = None

@@ -77,15 +77,32 @@ class Client:
         handle = NamespaceHandle(namespace, allow_loss=allow_loss)
         return self._driver.run(self._queries.register(handle, self._deadline_ns(None)))
 
-    def lookup(self, namespace: NamespaceHandle, keys: Keys, *, timeout_s: float | None = None) -> Hit:
-        """How long is the stored prefix of `keys` ([n, 32] uint8)?"""
-        return self._driver.run(self._queries.lookup((namespace,), (keys,), self._deadline_ns(timeout_s)))
+    def lookup(
+        self,
+        namespace: NamespaceHandle,
+        keys: Keys,
+        *,
+        prefill_tokens_per_s: float = 0.0,
+        timeout_s: float | None = None,
+    ) -> Hit:
+        """How long is the stored prefix of `keys` ([n, 32] uint8)?
+
+        With `prefill_tokens_per_s`, how fast the caller computes KV, the hit says how much of it is worth loading.
+        """
+        plan = self._queries.lookup((namespace,), (keys,), self._deadline_ns(timeout_s), prefill_tokens_per_s)
+        return self._driver.run(plan)
 
     def lookup_group(
-        self, namespaces: Sequence[NamespaceHandle], keys: Sequence[Keys], *, timeout_s: float | None = None
+        self,
+        namespaces: Sequence[NamespaceHandle],
+        keys: Sequence[Keys],
+        *,
+        prefill_tokens_per_s: float = 0.0,
+        timeout_s: float | None = None,
     ) -> Hit:
         """The common prefix over several namespaces (groups or ranks), one array of keys each, of equal lengths."""
-        return self._driver.run(self._queries.lookup(namespaces, keys, self._deadline_ns(timeout_s)))
+        plan = self._queries.lookup(namespaces, keys, self._deadline_ns(timeout_s), prefill_tokens_per_s)
+        return self._driver.run(plan)
 
     def lookup_many(
         self, namespace: NamespaceHandle, keys: Sequence[Keys], *, timeout_s: float | None = None
