@@ -54,7 +54,7 @@ class Appender:
             draft.error = StorageError(f"a record of {needed} bytes does not fit a segment with room for {limit}")
             return None
         segment = self._ring.active
-        if segment is None or segment.head + draft.length + self._namespace_bytes(draft, segment) > segment.size_bytes:
+        if segment is None or draft.length + self._namespace_bytes(draft, segment) > segment.room_bytes:
             self._close_run(submit)
             try:
                 segment = await self._ring.advance()
@@ -97,7 +97,7 @@ class Appender:
     def _close_run(self, submit: Callable[[Run], None]) -> None:
         run, self._run = self._run, None
         if run is not None:
-            run.segment.pin()
+            run.segment.begin_run(run.drafts[0].offset)
             submit(run)
 
 

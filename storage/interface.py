@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from kvtierd.core.checksum import Bytes, Sums
 from kvtierd.core.errors import StorageError
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.namespace import Namespace
+from kvtierd.core.units import PAGE_BYTES
 
 
 class IoMode(enum.StrEnum):
@@ -36,6 +37,37 @@ class Extent:
     segment: int
     offset: int
     length: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Extents:
+    """Extents as columns, [n] each: `segment` and `page` (offset / 4096) uint32, `length` int64."""
+
+    segment: npt.NDArray[np.uint32]
+    page: npt.NDArray[np.uint32]
+    length: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, extents: Sequence[Extent]) -> Extents:
+        """Columns of single extents."""
+        return cls(
+            np.array([extent.segment for extent in extents], np.uint32),
+            np.array([extent.offset // PAGE_BYTES for extent in extents], np.uint32),
+            np.array([extent.length for extent in extents], np.int64),
+        )
+
+    def __len__(self) -> int:
+        return self.segment.size
+
+    def __getitem__(self, index: int) -> Extent:
+        return Extent(int(self.segment[index]), int(self.page[index]) * PAGE_BYTES, int(self.length[index]))
+
+    def __iter__(self) -> Iterator[Extent]:
+        return (self[index] for index in range(len(self)))
+
+    def take(self, indices: npt.NDArray[np.intp]) -> Extents:
+        """Those at `indices`, in that order."""
+        return Extents(self.segment[indices], self.page[indices], self.length[indices])
 
 
 @dataclasses.dataclass(slots=True)
@@ -71,14 +103,18 @@ class ReadItem:
 class Recovered:
     """What a store found when it was opened: columns over live blocks, newest copy of each key only.
 
-    `tags` of recovered extents are unknown to the store until `adopt` is called.
+    `namespaces` has every namespace by digest; `space` ([n] int32) is a block's index into `digests`; `keys` is
+    [n, 32] uint8, `block_sums` [n] uint64. Tags of recovered extents are unknown to the store until `adopt` is called.
+    `source` says what the index was read from.
     """
 
     namespaces: dict[bytes, Namespace]
-    namespace: list[bytes]
+    digests: list[bytes]
+    space: npt.NDArray[np.int32]
     keys: npt.NDArray[np.uint8]
-    extents: list[Extent]
+    extents: Extents
     block_sums: Sums
+    source: str = ""
     dropped: int = 0
     notes: list[str] = dataclasses.field(default_factory=list)
 
@@ -95,7 +131,7 @@ class BlockStore(Protocol):
         """Lock the directory, recover, be ready. Raises StartupError (74 I/O, 75 locked) with one clear line."""
         ...
 
-    def adopt(self, extents: Sequence[Extent], tags: npt.NDArray[np.int64]) -> None:
+    def adopt(self, extents: Extents, tags: npt.NDArray[np.int64]) -> None:
         """Tell the store the caller's numbers of the recovered extents, in their order."""
         ...
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import struct
 from typing import NamedTuple
 
 import numpy as np
 
-from kvtierd.core.geometry import Geometry
+from kvtierd.core.geometry import DTYPE_BYTES, Geometry
 from kvtierd.core.units import PAGE_BYTES, align_up
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)
+"""What this code reads; it writes FORMAT_VERSION. What is older is taken over in place (FORMAT.md §8)."""
 
 SUPERBLOCK_MAGIC = b"KVTSUPER"
 SEGMENT_MAGIC = b"KVTSEGMT"
@@ -21,7 +24,7 @@ SUPERBLOCK = struct.Struct("<8sQII16sQ")
 """magic, checksum, version, copy, uuid, epoch."""
 SEGMENT = struct.Struct("<8sQII16sQQQ")
 """magic, checksum, version, segment, uuid, generation, salt, segment_bytes."""
-RECORD = struct.Struct("<8sQHBBIQQQIIQ32s32sQII48x")
+RECORD = struct.Struct("<8sQHBBIQQQIIQ32s32sQIIII40x")
 """As RECORD_DTYPE."""
 
 RECORD_DTYPE = np.dtype(
@@ -43,7 +46,9 @@ RECORD_DTYPE = np.dtype(
         ("block_sum", "<u8"),
         ("layer_bytes", "<u4"),
         ("layer_stride", "<u4"),
-        ("reserved", "V48"),
+        ("scale_offset", "<u4"),
+        ("scale_bytes", "<u4"),
+        ("reserved", "V40"),
     ]
 )
 """A record header without its body: what a scan keeps of each record, as columns."""
@@ -76,14 +81,30 @@ def block_header_bytes(layers: int) -> int:
     return header_bytes(8 * layers)
 
 
+class Codec(enum.IntEnum):
+    """The stored form of a block's layers (FORMAT.md §4)."""
+
+    RAW = 0
+    FP8_E4M3 = 1
+
+
+CODECS = frozenset(Codec)
+SCALE_BYTES = 4
+
+
 class BlockShape(NamedTuple):
-    """What a geometry measures on disk, computed once: the properties of a Geometry are too dear per block."""
+    """What a geometry measures on disk in a codec, computed once: the properties of a Geometry are too dear per block.
+
+    `scale_offset` and `scale_bytes` are where a layer's part holds its scales; both are 0 where it has none.
+    """
 
     layers: int
     layer_bytes: int
     layer_stride: int
     payload_bytes: int
     header_bytes: int
+    scale_offset: int = 0
+    scale_bytes: int = 0
 
     @property
     def length(self) -> int:
@@ -92,15 +113,39 @@ class BlockShape(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def block_shape(geometry: Geometry) -> BlockShape:
-    """The shape of a geometry's blocks."""
+def block_shape(geometry: Geometry, codec: int = Codec.RAW) -> BlockShape:
+    """The shape of a geometry's blocks. Raises ValueError for a codec that is none."""
     layers, header = geometry.layers, block_header_bytes(geometry.layers)
-    return BlockShape(layers, geometry.layer_bytes, geometry.layer_stride, geometry.slot_bytes, header)
+    if codec == Codec.RAW:
+        return BlockShape(layers, geometry.layer_bytes, geometry.layer_stride, geometry.slot_bytes, header)
+    if codec != Codec.FP8_E4M3:
+        raise ValueError(f"{codec} is no codec; there are {', '.join(f'{known} {known.name}' for known in Codec)}")
+    scale_offset = align_up(geometry.layer_bytes // DTYPE_BYTES[geometry.dtype], SCALE_BYTES)
+    scale_bytes = SCALE_BYTES * geometry.kv_heads * (2 if geometry.v_dim else 1)
+    stride = align_up(scale_offset + scale_bytes)
+    return BlockShape(layers, scale_offset + scale_bytes, stride, layers * stride, header, scale_offset, scale_bytes)
 
 
 def segment_name(segment: int) -> str:
     """File name of a segment."""
     return f"segment-{segment:06d}"
+
+
+INDEX_FILES = ("checkpoint", "journal")
+
+
+def index_name(kind: str, number: int) -> str:
+    """File name of a checkpoint or journal."""
+    return f"{kind}-{number:06d}"
+
+
+def index_number(kind: str, name: str) -> int | None:
+    """The number in the name of a file of this kind; None for any other name."""
+    stem, _, digits = name.partition("-")
+    if stem != kind or not digits.isdecimal() or not digits.isascii():
+        return None
+    number = int(digits)
+    return number if index_name(kind, number) == name and 0 < number < 1 << 63 else None
 
 
 def segment_id(name: str) -> int | None:

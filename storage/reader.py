@@ -133,5 +133,5 @@ def _verify(life: Life, item: ReadItem, view: Bytes) -> StorageError | None:
 
 
 def _same_shape(header: RecordHeader, item: ReadItem) -> bool:
-    found = (header.count, header.layer_bytes, header.layer_stride, header.payload_bytes, header.header_bytes)
-    return found == block_shape(item.geometry)
+    form = (header.payload_bytes, header.header_bytes, header.scale_offset, header.scale_bytes)
+    return (header.count, header.layer_bytes, header.layer_stride, *form) == block_shape(item.geometry, header.codec)

@@ -15,7 +15,7 @@ from kvtierd.core.checksum import Bytes, Sums
 from kvtierd.core.namespace import Namespace
 from kvtierd.core.units import PAGE_BYTES
 from kvtierd.storage import layout
-from kvtierd.storage.layout import CHECKED_FROM, FORMAT_VERSION, RECORD, RECORD_MAGIC
+from kvtierd.storage.layout import CHECKED_FROM, CODECS, FORMAT_VERSION, RECORD, RECORD_MAGIC, Codec
 
 
 class Kind(enum.IntEnum):
@@ -25,8 +25,6 @@ class Kind(enum.IntEnum):
     NAMESPACE = 2
     TOMBSTONE = 3
 
-
-CODEC_RAW = 0
 
 Kill = tuple[bytes, bytes, int]
 """Namespace digest, key and sequence number of what a tombstone kills."""
@@ -40,6 +38,12 @@ class Life:
     generation: int
     salt: int
     size_bytes: int
+    version: int = FORMAT_VERSION
+
+    @property
+    def end_bytes(self) -> int:
+        """Where records must end: the last page holds the second copy of the header, from version 2 on."""
+        return self.size_bytes - (PAGE_BYTES if self.version > 1 else 0)
 
     @property
     def seed(self) -> int:
@@ -62,6 +66,9 @@ class RecordHeader:
     block_sum: int = 0
     layer_bytes: int = 0
     layer_stride: int = 0
+    codec: int = Codec.RAW
+    scale_offset: int = 0
+    scale_bytes: int = 0
 
     @property
     def length(self) -> int:
@@ -80,9 +87,9 @@ def encode(header: RecordHeader, body: Bytes, life: Life, target: Bytes) -> None
     """Write a header into `target` ([header_bytes] uint8), checksum last; what the body leaves is zeroed."""
     end = RECORD.size + body.size
     fields = (
-        FORMAT_VERSION,
+        life.version,
         header.kind,
-        CODEC_RAW,
+        header.codec,
         header.header_bytes,
         header.payload_bytes,
         header.sequence,
@@ -95,6 +102,8 @@ def encode(header: RecordHeader, body: Bytes, life: Life, target: Bytes) -> None
         header.block_sum,
         header.layer_bytes,
         header.layer_stride,
+        header.scale_offset,
+        header.scale_bytes,
     )
     RECORD.pack_into(target.data, 0, RECORD_MAGIC, 0, *fields)
     target[RECORD.size : end] = body
@@ -109,10 +118,10 @@ def claimed_header_bytes(page: Bytes, life: Life, offset: int) -> int:
     Nothing is verified yet: it says how much to read for `decode`.
     """
     magic, _, version, _, _, size, _, _, generation, *_ = RECORD.unpack_from(page.data)
-    if magic != RECORD_MAGIC or version != FORMAT_VERSION or generation != life.generation:
+    if magic != RECORD_MAGIC or version != life.version or generation != life.generation:
         return 0
     aligned = size % PAGE_BYTES == 0 and PAGE_BYTES <= size <= layout.MAX_HEADER_BYTES
-    return size if aligned and offset + size <= life.size_bytes else 0
+    return size if aligned and offset + size <= life.end_bytes else 0
 
 
 def decode(view: Bytes, life: Life, offset: int) -> RecordHeader | None:
@@ -121,12 +130,28 @@ def decode(view: Bytes, life: Life, offset: int) -> RecordHeader | None:
     if size == 0 or size > view.size:
         return None
     values = RECORD.unpack_from(view.data)
-    _, checksum, _, kind, codec, _, payload, sequence, _, segment, count, at, digest, key, total, layer, stride = values
+    _, checksum, _, kind, codec, _, payload, sequence, _, segment, count, at, digest, key, total, *form = values
     if xxhash.xxh3_64_intdigest(view[CHECKED_FROM:size].data, life.seed) != checksum:
         return None
-    if segment != life.segment or at != offset or codec != CODEC_RAW or kind not in Kind._value2member_map_:
+    if segment != life.segment or at != offset or codec not in CODECS or kind not in Kind._value2member_map_:
         return None
-    header = RecordHeader(Kind(kind), offset, sequence, size, payload, count, digest, key, total, layer, stride)
+    layer, stride, scale_offset, scale_bytes = form
+    header = RecordHeader(
+        Kind(kind),
+        offset,
+        sequence,
+        size,
+        payload,
+        count,
+        digest,
+        key,
+        total,
+        layer,
+        stride,
+        codec,
+        scale_offset,
+        scale_bytes,
+    )
     return header if _consistent(header, life) else None
 
 
@@ -134,7 +159,10 @@ def _consistent(header: RecordHeader, life: Life) -> bool:
     """Whether the sizes agree with each other; a checksum does not protect against a writer's bug."""
     if header.header_bytes != layout.header_bytes(header.body_bytes):
         return False
-    if header.offset + header.length > life.size_bytes:
+    if header.offset + header.length > life.end_bytes:
+        return False
+    scales = header.scale_offset + header.scale_bytes
+    if scales != (header.layer_bytes if header.codec != Codec.RAW else 0):
         return False
     payload = header.count * header.layer_stride if header.kind is Kind.BLOCK else 0
     return header.payload_bytes == payload and payload % PAGE_BYTES == 0

@@ -1,97 +1,82 @@
-"""From what the segments hold to which blocks live (FORMAT.md §6): newest wins, tombstones kill, nothing overlaps."""
+"""From what is known to which blocks live (FORMAT.md §7): newest wins, kills kill, nothing overlaps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtierd.core.namespace import Namespace
-from kvtierd.storage.interface import Extent, Recovered
-from kvtierd.storage.layout import KILL_DTYPE, RECORD_DTYPE
-from kvtierd.storage.scan import Scan
-
-Rows = npt.NDArray[np.void]
-
-
-def live_blocks(scans: Sequence[Scan]) -> tuple[Rows, Recovered]:
-    """Merge scans into the live blocks: RECORD_DTYPE rows, and the same as the interface gives them to the caller."""
-    namespaces: dict[bytes, Namespace] = {}
-    for scan in scans:
-        namespaces.update(scan.namespaces)
-    blocks = np.concatenate([np.empty(0, RECORD_DTYPE), *(scan.blocks for scan in scans)])
-    kills = np.concatenate([np.empty(0, KILL_DTYPE), *(scan.kills for scan in scans)])
-    newest = blocks[_newest_alive(blocks, kills)]
-    known = _known(newest, namespaces)
-    rows = newest[known]
-    rows = rows[np.lexsort((rows["offset"], rows["segment"]))]
-    check_disjoint(rows)
-    recovered = _as_recovered(rows, namespaces)
-    _count_losses(recovered, scans, int(known.size - np.count_nonzero(known)))
-    return rows, recovered
+from kvtierd.core.units import PAGE_BYTES
+from kvtierd.storage.facts import Facts, alive
+from kvtierd.storage.index_frames import Rows
+from kvtierd.storage.interface import Extents, Recovered
+from kvtierd.storage.record import Life
 
 
-def _newest_alive(blocks: Rows, kills: Rows) -> npt.NDArray[np.intp]:
-    """Indices of the blocks that are the newest of their key and killed by no tombstone.
+@dataclasses.dataclass(slots=True)
+class Live:
+    """The live blocks in the order of their places: ENTRY_DTYPE rows, the length of each record, and how many were
+    left out because nobody knows their namespace, or because their file ends before."""
 
-    Blocks and kills are sorted together by namespace, key and sequence, a kill behind the block of its own number;
-    then a block lives just when it is the last of its group.
+    rows: Rows
+    lengths: npt.NDArray[np.int64]
+    unknown: int
+    cut_off: int = 0
+
+
+def live_blocks(facts: Facts, lives: Mapping[int, Life], sizes: Mapping[int, int]) -> Live:
+    """Which blocks live, by segment and offset; `sizes` is the size of each segment's file now.
+
+    Raises ValueError when two of them overlap or one leaves its segment: then the facts are wrong, whatever their
+    checksums say.
     """
-    total = len(blocks) + len(kills)
-    if total == 0:
-        return np.empty(0, np.intp)
-    identity = np.empty((8, total), np.uint64)
-    identity[:4, : len(blocks)], identity[4:, : len(blocks)] = blocks["namespace"].T, blocks["key"].T
-    identity[:4, len(blocks) :], identity[4:, len(blocks) :] = kills["namespace"].T, kills["key"].T
-    sequence = np.concatenate([blocks["sequence"], kills["sequence"]])
-    is_kill = np.arange(total) >= len(blocks)
-    order = np.lexsort((is_kill, sequence, *identity))
-    ordered = identity[:, order]
-    last = np.ones(total, bool)
-    last[:-1] = (ordered[:, 1:] != ordered[:, :-1]).any(axis=0)
-    winners: npt.NDArray[np.intp] = order[last]
-    return np.sort(winners[winners < len(blocks)])
-
-
-def _known(rows: Rows, namespaces: dict[bytes, Namespace]) -> npt.NDArray[np.bool_]:
-    """Which blocks have a namespace whose geometry is theirs."""
-    known = np.zeros(len(rows), bool)
-    for digest, namespace in namespaces.items():
-        shape = namespace.geometry
-        same = (rows["namespace"] == np.frombuffer(digest, "<u8")).all(axis=1)
-        same &= rows["count"] == shape.layers
-        same &= (rows["layer_bytes"] == shape.layer_bytes) & (rows["layer_stride"] == shape.layer_stride)
-        known |= same
-    return known
-
-
-def check_disjoint(rows: Rows) -> None:
-    """Prove that no two live extents overlap; rows are sorted by segment and offset. An overlap can only be a bug."""
-    end = rows["offset"] + rows["header_bytes"] + rows["payload_bytes"]
-    same = rows["segment"][1:] == rows["segment"][:-1]
-    overlap = same & (rows["offset"][1:] < end[:-1])
-    assert not overlap.any(), f"live extents overlap at {rows[1:][overlap][0]}"
-
-
-def _as_recovered(rows: Rows, namespaces: dict[bytes, Namespace]) -> Recovered:
-    lengths = rows["header_bytes"] + rows["payload_bytes"]
-    places = zip(rows["segment"].tolist(), rows["offset"].tolist(), lengths.tolist(), strict=True)
-    return Recovered(
-        namespaces=namespaces,
-        namespace=[digest.tobytes() for digest in rows["namespace"]],
-        keys=np.ascontiguousarray(rows["key"]).view(np.uint8).reshape(len(rows), 32),
-        extents=[Extent(*place) for place in places],
-        block_sums=rows["block_sum"].astype(np.uint64),
-    )
-
-
-def _count_losses(recovered: Recovered, scans: Sequence[Scan], unknown: int) -> None:
-    for scan in scans:
-        if scan.dropped:
-            recovered.notes.append(f"segment {scan.life.segment}: {scan.dropped} torn or damaged records dropped")
-        if scan.unreadable:
-            recovered.notes.append(f"segment {scan.life.segment}: {scan.unreadable} pages could not be read")
+    generations = {number: life.generation for number, life in lives.items()}
+    rows = facts.blocks[alive(facts.blocks, facts.kills, generations)]
+    place = rows["segment"].astype(np.uint64) << np.uint64(32) | rows["page"]
+    if (place[1:] < place[:-1]).any():
+        rows = rows[np.argsort(place)]
+    lengths = facts.spaces.shapes()[rows["space"], rows["codec"], 3] if len(rows) else np.empty(0, np.int64)
+    known = lengths > 0
+    unknown = int(known.size - np.count_nonzero(known))
     if unknown:
-        recovered.notes.append(f"{unknown} blocks dropped whose namespace is not known or has another geometry")
-    recovered.dropped = sum(scan.dropped for scan in scans) + unknown
+        rows, lengths = rows[known], lengths[known]
+    check_places(rows, lengths, lives)
+    whole = np.ones(len(rows), bool)
+    for number, life in lives.items():
+        if (size := sizes[number]) < life.size_bytes:
+            whole &= (rows["segment"] != number) | (rows["page"].astype(np.int64) * PAGE_BYTES + lengths <= size)
+    return Live(rows[whole], lengths[whole], unknown, int(whole.size - np.count_nonzero(whole)))
+
+
+def check_places(rows: Rows, lengths: npt.NDArray[np.int64], lives: Mapping[int, Life]) -> None:
+    """Prove that live extents are disjoint and within their segments; rows are in the order of their places."""
+    if not len(rows):
+        return
+    begin = rows["page"].astype(np.int64) * PAGE_BYTES
+    end = begin + lengths
+    same = rows["segment"][1:] == rows["segment"][:-1]
+    if (overlap := np.flatnonzero(same & (begin[1:] < end[:-1]))).size:
+        at = int(overlap[0])
+        raise ValueError(
+            f"live extents overlap in segment {rows['segment'][at]}: {begin[at]}..{end[at]} and {begin[at + 1]}.."
+        )
+    ids, first = np.unique(rows["segment"], return_index=True)
+    last = np.append(first[1:], len(rows)) - 1
+    for number, low, high in zip(ids.tolist(), begin[first].tolist(), end[last].tolist(), strict=True):
+        if low < PAGE_BYTES or high > lives[number].end_bytes:
+            raise ValueError(f"live extents {low}..{high} leave the records of segment {number}")
+
+
+def as_recovered(live: Live, facts: Facts) -> Recovered:
+    """The live blocks as the interface gives them to the caller."""
+    rows = live.rows
+    return Recovered(
+        namespaces=dict(facts.spaces.known),
+        digests=list(facts.spaces.digests),
+        space=rows["space"].astype(np.int32),
+        keys=np.ascontiguousarray(rows["key"]).view(np.uint8).reshape(len(rows), 32),
+        extents=Extents(rows["segment"].copy(), rows["page"].copy(), live.lengths),
+        block_sums=rows["block_sum"].copy(),
+    )

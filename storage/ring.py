@@ -13,11 +13,11 @@ from kvtierd.core.errors import StorageError
 from kvtierd.core.units import PAGE_BYTES, format_bytes
 from kvtierd.storage.buffers import Scratch
 from kvtierd.storage.interface import Extent
-from kvtierd.storage.io import SegmentFile, StorageIo, write_exact
+from kvtierd.storage.io import SegmentFile, StorageIo
 from kvtierd.storage.layout import segment_name
 from kvtierd.storage.pool import IoPool
 from kvtierd.storage.record import Life
-from kvtierd.storage.segment import NO_TAG, Segment, encode_header
+from kvtierd.storage.segment import NO_TAG, Segment, write_headers
 from kvtierd.storage.space import Plan
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ class Ring:
     @property
     def largest_record(self) -> int:
         """Bytes that the records of one segment can have."""
-        return self.plan.segment_bytes - PAGE_BYTES
+        return self.plan.segment_bytes - 2 * PAGE_BYTES
 
     def seal(self) -> None:
         """Write no more into the active segment; `sealed` is called."""
@@ -168,10 +168,7 @@ class Ring:
         segment.life = life
 
     def _write_header(self, segment: Segment, life: Life, scratch: Scratch) -> None:
-        page = scratch.headers[:PAGE_BYTES]
-        encode_header(life, self._uuid, page)
-        write_exact(segment.file, [page], 0, scratch)
-        segment.file.sync()
+        write_headers(segment.file, life, self._uuid, scratch)
 
     async def _reclaim_oldest(self) -> None:
         """Announce the oldest segment's extents, wait for requests on it, and free it."""

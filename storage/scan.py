@@ -72,7 +72,7 @@ class Scanner:
     """Walks one segment. `scan` gives what it found, whatever was damaged."""
 
     def __init__(self, file: SegmentFile, life: Life, scratch: Scratch) -> None:
-        self._limit = min(life.size_bytes, file.size_bytes() // PAGE_BYTES * PAGE_BYTES)
+        self._limit = min(life.end_bytes, file.size_bytes() // PAGE_BYTES * PAGE_BYTES)
         self._window = _Window(file, self._limit, scratch)
         self._life = life
         self._ahead = NEAR_BYTES
@@ -81,9 +81,10 @@ class Scanner:
         self._kills: list[npt.NDArray[np.void]] = []
         self._found = Scan(life, np.empty(0, RECORD_DTYPE), np.empty(0, KILL_DTYPE), {})
 
-    def scan(self) -> Scan:
-        """Read headers from the first record to the end of the segment."""
-        found, offset = self._found, FIRST_RECORD
+    def scan(self, begin: int = FIRST_RECORD) -> Scan:
+        """Read headers from a record's offset to the end of the segment."""
+        found, offset = self._found, begin
+        found.end = begin
         hole, claims = False, 0
         while offset < self._limit and len(self._bad_pages) <= MAX_BAD_PAGES:
             header = self._record_at(offset)

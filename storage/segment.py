@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import enum
 from array import array
 from bisect import bisect_left
@@ -15,9 +16,10 @@ import xxhash
 
 from kvtierd.core.checksum import Bytes
 from kvtierd.core.units import PAGE_BYTES
-from kvtierd.storage.interface import Extent
-from kvtierd.storage.io import SegmentFile
-from kvtierd.storage.layout import CHECKED_FROM, FIRST_RECORD, FORMAT_VERSION, SEGMENT, SEGMENT_MAGIC
+from kvtierd.storage.buffers import Scratch
+from kvtierd.storage.interface import Extent, Extents
+from kvtierd.storage.io import SegmentFile, read_exact, write_exact
+from kvtierd.storage.layout import CHECKED_FROM, FIRST_RECORD, READABLE_VERSIONS, SEGMENT, SEGMENT_MAGIC
 from kvtierd.storage.record import Kill, Life
 
 NO_TAG = -1
@@ -27,7 +29,7 @@ Column = npt.NDArray[np.uint64]
 def encode_header(life: Life, uuid: bytes, page: Bytes) -> None:
     """Write a segment header into `page` ([4096] uint8)."""
     page[:] = 0
-    fields = (FORMAT_VERSION, life.segment, uuid, life.generation, life.salt, life.size_bytes)
+    fields = (life.version, life.segment, uuid, life.generation, life.salt, life.size_bytes)
     SEGMENT.pack_into(page.data, 0, SEGMENT_MAGIC, 0, *fields)
     checksum = xxhash.xxh3_64_intdigest(page[CHECKED_FROM:].data)
     page[8:16] = np.frombuffer(checksum.to_bytes(8, "little"), np.uint8)
@@ -38,9 +40,55 @@ def decode_header(page: Bytes, segment: int, uuid: bytes) -> Life | None:
     magic, checksum, version, number, owner, generation, salt, size = SEGMENT.unpack_from(page.data)
     if magic != SEGMENT_MAGIC or xxhash.xxh3_64_intdigest(page[CHECKED_FROM:PAGE_BYTES].data) != checksum:
         return None
-    if version != FORMAT_VERSION or number != segment or owner != uuid or size % PAGE_BYTES:
+    if version not in READABLE_VERSIONS or number != segment or owner != uuid or size % PAGE_BYTES:
         return None
-    return Life(segment, generation, salt, size)
+    return Life(segment, generation, salt, size, version)
+
+
+def write_headers(file: SegmentFile, life: Life, uuid: bytes, scratch: Scratch) -> None:
+    """Write a life's header, both copies where its version has two, and return when they are on stable storage."""
+    page = scratch.headers[:PAGE_BYTES]
+    encode_header(life, uuid, page)
+    write_exact(file, [page], 0, scratch)
+    if life.version > 1:
+        write_exact(file, [page], life.end_bytes, scratch)
+    file.sync()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FoundHeader:
+    """The life that a segment file names; None when no copy is valid. `problem` says what is wrong, if anything."""
+
+    life: Life | None
+    problem: str = ""
+
+
+def read_headers(file: SegmentFile, number: int, uuid: bytes, scratch: Scratch) -> FoundHeader:
+    """Read both copies of a segment's header; the valid one of the larger generation counts."""
+    size = file.size_bytes() // PAGE_BYTES * PAGE_BYTES
+    first, cause = _read_header(file, 0, number, uuid, scratch)
+    if first is not None and first.version == 1:
+        return FoundHeader(first)
+    second, second_cause = _read_header(file, max(size - PAGE_BYTES, 0), number, uuid, scratch)
+    if first is not None and first == second:
+        return FoundHeader(first)
+    if first is None and second is None:
+        return FoundHeader(None, f"its header {cause}, and the copy of it {second_cause}")
+    if first is None or (second is not None and second.generation > first.generation):
+        return FoundHeader(second, f"its header {cause or 'is of an earlier life'}; the copy of it counts")
+    return FoundHeader(first, f"the copy of its header {second_cause or 'is of an earlier life'}")
+
+
+def _read_header(file: SegmentFile, offset: int, number: int, uuid: bytes, scratch: Scratch) -> tuple[Life | None, str]:
+    page = scratch.headers[:PAGE_BYTES]
+    try:
+        read_exact(file, [page], offset, scratch)
+    except OSError as error:
+        return None, f"cannot be read ({error.strerror or error})"
+    life = decode_header(page, number, uuid)
+    if life is not None and life.version > 1 and offset not in {0, life.end_bytes}:
+        return None, "is not where it should be"
+    return life, "" if life is not None else "is not valid"
 
 
 class RowState(enum.IntEnum):
@@ -98,6 +146,19 @@ class Rows:
             return -1
         return row if self.states[row] == RowState.LIVE else -1
 
+    def adopt(self, extents: Extents, tags: npt.NDArray[np.int64]) -> None:
+        """Set the tags of the live rows at these extents."""
+        offsets = np.frombuffer(self.offsets, np.uint64)
+        places = extents.page.astype(np.uint64) * np.uint64(PAGE_BYTES)
+        rows = np.minimum(np.searchsorted(offsets, places), max(offsets.size - 1, 0))
+        if not offsets.size:
+            return
+        same = (offsets[rows] == places) & (np.frombuffer(self.lengths, np.uint64)[rows] == extents.length)
+        same &= np.frombuffer(self.states, np.uint8)[rows] == RowState.LIVE
+        held = np.frombuffer(self.tags, np.int64).copy()
+        held[rows[same]] = tags[same]
+        self.tags = array("q", held.tobytes())
+
     def live(self) -> Iterator[int]:
         """Numbers of the live rows."""
         return iter(np.flatnonzero(np.frombuffer(bytes(self.states), np.uint8) == RowState.LIVE).tolist())
@@ -110,13 +171,15 @@ def fingerprint(namespace: bytes, key: bytes) -> int:
 
 class Unsynced:
     """What was written to a segment since its last sync: blocks by row, each with the kill that would strike it out,
-    and the kills of its tombstones. `dirty` is also true for a write that failed: part of it may have landed."""
+    their block sums, and the kills of its tombstones. `dirty` is also true for a write that failed: part of it may have
+    landed."""
 
-    __slots__ = ("blocks", "dirty", "kills")
+    __slots__ = ("block_sums", "blocks", "dirty", "kills")
 
     def __init__(self) -> None:
         self.dirty = False
         self.blocks: list[tuple[int, Kill]] = []
+        self.block_sums: list[int] = []
         self.kills: list[Kill] = []
 
 
@@ -125,6 +188,8 @@ class Segment:
 
     `pins` counts requests in flight: the segment is not recycled before it is back to 0. `life` is None while the
     segment holds nothing; `retiring` says that its extents were announced and it waits for its last requests.
+    `open_runs` are the offsets of write requests under way; `journaled` is what the journal knows of head and state;
+    `unreadable` says that a scan could not read all of it, so that a later one should.
     """
 
     def __init__(self, number: int, path: Path, file: SegmentFile, size_bytes: int) -> None:
@@ -146,6 +211,29 @@ class Segment:
         self.live_count = 0
         self.namespaces: set[bytes] = set()
         self.unsynced = Unsynced()
+        self.open_runs: list[int] = []
+        self.journaled: tuple[int, bool] | None = None
+        self.unreadable = False
+
+    @property
+    def settled_head(self) -> int:
+        """Before this offset no write is under way: what lies there has its outcome."""
+        return min(self.open_runs, default=self.head)
+
+    @property
+    def room_bytes(self) -> int:
+        """What fits behind the head."""
+        return self.life.end_bytes - self.head if self.life is not None else 0
+
+    def begin_run(self, offset: int) -> None:
+        """A write request at an offset starts."""
+        self.open_runs.append(offset)
+        self.pin()
+
+    def end_run(self, offset: int) -> None:
+        """A write request has its outcome, and that is entered."""
+        self.open_runs.remove(offset)
+        self.unpin()
 
     def take_unsynced(self) -> Unsynced:
         """What a sync that starts now will cover."""

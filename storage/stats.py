@@ -19,6 +19,11 @@ COUNTERS = {
     "corrupt_reads": "reads whose bytes were not what was stored",
     "deleted_blocks": "blocks deleted",
     "dropped_records": "torn or damaged records and segments found at start",
+    "journal_bytes": "bytes appended to the journal",
+    "checkpoint_bytes": "bytes of checkpoints",
+    "checkpoints": "checkpoints made",
+    "failed_journals": "appends to the journal that failed",
+    "failed_checkpoints": "checkpoints that could not be made",
     "syncs": "rounds of making everything durable",
     "failed_syncs": "segments whose sync failed",
     "lost_in_sync": "blocks forgotten because a sync failed",
@@ -37,6 +42,15 @@ GAUGES = {
     "mode": "how bytes reach the disk",
 }
 """States at the time of asking; `mode` is a text."""
+
+
+WRITTEN = ("written_bytes", "journal_bytes", "checkpoint_bytes")
+"""Counters that make up everything written to the device."""
+
+
+def written_bytes(counters: Counter[str]) -> int:
+    """All bytes that this opening has written."""
+    return sum(counters[name] for name in WRITTEN)
 
 
 def collect(counters: Counter[str], ring: Ring, owed: int, mode: IoMode) -> dict[str, int | str]:

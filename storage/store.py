@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,18 +22,23 @@ from kvtierd.core.namespace import Namespace
 from kvtierd.core.progress import Progress
 from kvtierd.storage import superblock
 from kvtierd.storage.directory import DirectoryLock, prepare
+from kvtierd.storage.facts import Facts, Head
 from kvtierd.storage.flusher import Flusher
-from kvtierd.storage.interface import Extent, IoMode, ReadItem, Recovered, WriteItem
+from kvtierd.storage.interface import Extent, Extents, IoMode, ReadItem, Recovered, WriteItem
 from kvtierd.storage.io import StorageIo
 from kvtierd.storage.io_posix import PosixIo
-from kvtierd.storage.opening import open_store
+from kvtierd.storage.journaling import Journaling
+from kvtierd.storage.metadata import metadata_of
+from kvtierd.storage.opening import Opened, open_store
 from kvtierd.storage.pool import IoPool
 from kvtierd.storage.read_path import ReadPath
-from kvtierd.storage.ring import Reclaimed, Ring
-from kvtierd.storage.stats import collect
+from kvtierd.storage.ring import Reclaimed
+from kvtierd.storage.stats import collect, written_bytes
 from kvtierd.storage.syncer import Syncer
 from kvtierd.storage.uninterrupted import uninterrupted
 from kvtierd.storage.write_path import WritePath
+
+_log = logging.getLogger(__name__)
 
 
 class SegmentStore:
@@ -49,6 +55,7 @@ class SegmentStore:
         self._directory = Path(settings.directory)
         self._clock = clock
         self._io: StorageIo = io if io is not None else PosixIo(settings.mode)
+        self._files = metadata_of(self._io, self._directory)
         self._lock = DirectoryLock(self._directory)
         self._namespaces: dict[bytes, Namespace] = {}
         self._counters: Counter[str] = Counter()
@@ -75,33 +82,39 @@ class SegmentStore:
             self._io.probe(self._directory)
             return await self._start()
         except (OSError, StorageError) as error:
-            self._lock.release()
+            await self._let_go()
             cause = error.strerror if isinstance(error, OSError) else None
             raise StartupError(ExitCode.IO, f"cannot use {self._directory}: {cause or error}") from error
         except BaseException:
-            self._lock.release()
+            await self._let_go()
             raise
+
+    async def _let_go(self) -> None:
+        await self._files.close()
+        self._lock.release()
 
     async def _start(self) -> Recovered:
         pool = IoPool(self._settings.io_threads, self.progress)
         try:
-            ring, recovered = await open_store(self._settings, self._directory, self._io, pool)
+            opened = await open_store(self._settings, self._directory, self._io, self._files, pool, self._counters)
         except BaseException:
             await asyncio.to_thread(pool.close)
             raise
+        recovered = opened.recovered
         self._namespaces.update(recovered.namespaces)
         self._counters["dropped_records"] = recovered.dropped
         recovered.notes[:0] = self._io.notes
-        self._live = _Live(ring, pool, self._namespaces, self._counters, self._announce)
+        self._live = _Live(opened, pool, self._namespaces, self._counters, self._announce)
         return recovered
 
-    def adopt(self, extents: Sequence[Extent], tags: npt.NDArray[np.int64]) -> None:
-        """Set the caller's numbers of recovered extents; one that is gone meanwhile is passed over."""
+    def adopt(self, extents: Extents, tags: npt.NDArray[np.int64]) -> None:
+        """Set the caller's numbers ([n] int64) of recovered extents; one that is gone meanwhile is passed over."""
         ring = self._opened().ring
-        for extent, tag in zip(extents, tags.tolist(), strict=True):
-            segment = ring.get(extent.segment)
-            if segment is not None and (row := segment.rows.find(extent)) >= 0:
-                segment.rows.tags[row] = tag
+        order = np.argsort(extents.segment, kind="stable")
+        numbers, begins = np.unique(extents.segment[order], return_index=True)
+        for number, mine in zip(numbers.tolist(), np.split(order, begins)[1:], strict=True):
+            if (segment := ring.get(number)) is not None:
+                segment.rows.adopt(extents.take(mine), tags[mine])
 
     def on_reclaim(self, callback: Reclaimed) -> None:
         """Set who is told of extents that are about to be recycled, or that a failed sync put in doubt.
@@ -165,7 +178,7 @@ class SegmentStore:
         try:
             await uninterrupted(live.end())
         finally:
-            self._lock.release()
+            await self._let_go()
 
     def stats(self) -> dict[str, int | str]:
         """Statistics by name; see kvtierd.storage.stats."""
@@ -185,16 +198,35 @@ class _Live:
     """The parts of an open store, put together."""
 
     def __init__(
-        self, ring: Ring, pool: IoPool, namespaces: dict[bytes, Namespace], counters: Counter[str], tell: Reclaimed
+        self, opened: Opened, pool: IoPool, namespaces: dict[bytes, Namespace], counters: Counter[str], tell: Reclaimed
     ) -> None:
-        self.ring = ring
+        ring = self.ring = opened.ring
         self.pool = pool
+        self.index = opened.index
+        self._counters = counters
         self.writes = WritePath(ring, pool, namespaces, counters)
         self.reads = ReadPath(ring, pool, counters)
-        self.flusher = Flusher(Syncer(ring, pool, self.writes, counters, tell).sync)
+        journaling = Journaling(ring, opened.index, namespaces, opened.reopening.unjournaled)
+        self._syncer = Syncer(ring, pool, self.writes, journaling, counters, tell)
+        self._checkpointing: asyncio.Task[None] | None = None
+        self.flusher = Flusher(self._sync)
         self._background: set[asyncio.Task[None]] = set()
         ring.tell = tell
         ring.sealed = self._sync_soon
+
+    async def _sync(self) -> None:
+        await self._syncer.sync()
+        if self.index.wants_checkpoint and (self._checkpointing is None or self._checkpointing.done()):
+            self._checkpointing = asyncio.create_task(self._checkpoint())
+
+    async def _checkpoint(self) -> None:
+        """Nothing depends on a checkpoint but how fast the next start is: a failed one is counted and tried later."""
+        generations = {segment.number: segment.life.generation for segment in self.ring if segment.life is not None}
+        try:
+            await self.index.checkpoint(generations, written_bytes(self._counters))
+        except OSError as error:
+            self._counters["failed_checkpoints"] += 1
+            _log.warning("nvme checkpoint: %s; it will be tried again", error.strerror or error)
 
     def _sync_soon(self) -> None:
         """A full segment is synced in the background, so that no flush has more than a few segments to do."""
@@ -211,11 +243,27 @@ class _Live:
         """Flush, wait for what is in flight, close the files."""
         try:
             await self.flusher.flush()
+            await self._finish_index()
         finally:
             if self._background:
                 await asyncio.wait(self._background)
+            if self._checkpointing is not None:
+                await asyncio.wait([self._checkpointing])
             for segment in list(self.ring):
                 await segment.idle()
             await asyncio.to_thread(self.pool.close)
             for segment in self.ring:
                 segment.file.close()
+
+    async def _finish_index(self) -> None:
+        """Say that no record follows, so that the next start has nothing to scan, and merge what there is."""
+        if self._checkpointing is not None:
+            await asyncio.wait([self._checkpointing])
+        active = self.ring.active
+        if active is not None and active.life is not None:
+            last = Facts()
+            last.heads[active.number] = Head(active.life.generation, active.head, sealed=True)
+            with contextlib.suppress(OSError):  # the next start then scans the rest of this segment
+                await self.index.append(last)
+        if self.index.wants_last_checkpoint:
+            await self._checkpoint()

@@ -13,7 +13,7 @@ import xxhash
 
 from kvtierd.core.errors import ExitCode, StartupError
 from kvtierd.core.units import PAGE_BYTES
-from kvtierd.storage.layout import CHECKED_FROM, FORMAT_VERSION, SUPERBLOCK, SUPERBLOCK_MAGIC
+from kvtierd.storage.layout import CHECKED_FROM, FORMAT_VERSION, READABLE_VERSIONS, SUPERBLOCK, SUPERBLOCK_MAGIC
 
 NAME = "superblock"
 NEW_NAME = "superblock.new"
@@ -60,10 +60,11 @@ async def load(directory: Path) -> Superblock | None:
     copies = [decode(data[at : at + PAGE_BYTES]) for at in range(0, COPIES * PAGE_BYTES, PAGE_BYTES)]
     valid = [copy for copy in copies if copy is not None]
     for copy in valid:
-        if copy.version != FORMAT_VERSION:
+        if copy.version not in READABLE_VERSIONS:
+            known = " and ".join(map(str, READABLE_VERSIONS))
             raise StartupError(
                 ExitCode.IO,
-                f"the store in {directory} has format {copy.version}, this kvtierd reads format {FORMAT_VERSION}; "
+                f"the store in {directory} has format {copy.version}, this kvtierd reads format {known}; "
                 "nothing was changed: use the kvtierd that made it, or another nvme.directory",
             )
     return max(valid, key=lambda copy: copy.epoch, default=None)

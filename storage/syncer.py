@@ -1,4 +1,4 @@
-"""One round of making everything durable: what is owed, then a sync of every segment written since the last round."""
+"""One round of making everything durable: what is owed, a sync of every segment written since, then the journal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from kvtierd.core.errors import StorageError
 from kvtierd.storage.interface import Extent
+from kvtierd.storage.journaling import Journaling
 from kvtierd.storage.pool import IoPool
 from kvtierd.storage.ring import Ring
 from kvtierd.storage.segment import NO_TAG, Segment
@@ -15,7 +16,7 @@ from kvtierd.storage.write_path import WritePath
 
 
 class Syncer:
-    """Syncs data files; names and headers were synced when they were made, the superblock at the opening.
+    """Syncs data files and then journals what they hold; names and headers were synced when they were made.
 
     `tell` announces blocks that a failed sync put in doubt.
     """
@@ -25,12 +26,14 @@ class Syncer:
         ring: Ring,
         pool: IoPool,
         writes: WritePath,
+        journaling: Journaling,
         counters: Counter[str],
         tell: Callable[[list[tuple[int, Extent]]], None],
     ) -> None:
         self._ring = ring
         self._pool = pool
         self._writes = writes
+        self._journaling = journaling
         self._counters = counters
         self._tell = tell
 
@@ -38,14 +41,30 @@ class Syncer:
         """Return when all that was written or deleted before is on stable storage. Raises StorageError."""
         await self._writes.settle()
         await self._writes.strike_out()
-        dirty = [segment for segment in self._ring if segment.unsynced.dirty]
-        outcomes = await asyncio.gather(*map(self._sync_segment, dirty), return_exceptions=True)
+        outcomes = await asyncio.gather(*map(self._sync_segment, list(self._ring)), return_exceptions=True)
         self._counters["syncs"] += 1
+        await self._journal()
         for outcome in outcomes:
             if outcome is not None:
                 raise outcome
 
+    async def _journal(self) -> None:
+        """Append what was synced; a journal that fails once is given up and another one tried."""
+        for last in (False, True):
+            try:
+                return await self._journaling.append()
+            except OSError as error:
+                self._counters["failed_journals"] += 1
+                if last:
+                    raise StorageError(f"cannot write the journal: {error.strerror or error}") from error
+        return None
+
     async def _sync_segment(self, segment: Segment) -> None:
+        head = segment.settled_head
+        sealed = segment is not self._ring.active and not segment.open_runs
+        if not segment.unsynced.dirty:
+            self._journaling.note_head(segment, head, sealed=sealed)
+            return
         unsynced = segment.take_unsynced()
         segment.pin()
         try:
@@ -58,3 +77,4 @@ class Syncer:
             raise StorageError(f"cannot sync {segment.path}: {error.strerror or error}") from error
         finally:
             segment.unpin()
+        self._journaling.synced(segment, unsynced, head, sealed=sealed)

@@ -144,7 +144,7 @@ class WritePath:
             run.segment.unsynced.dirty = True
             for draft in run.drafts:
                 self._enter(run.segment, draft)
-            run.segment.unpin()
+            run.segment.end_run(run.drafts[0].offset)
 
     def _enter(self, segment: Segment, draft: Draft) -> None:
         """Enter one record's outcome in the books."""
@@ -156,6 +156,7 @@ class WritePath:
             segment.unsynced.kills.extend(draft.kills)
             return
         segment.unsynced.blocks.append((draft.row, _kill_of(draft)))
+        segment.unsynced.block_sums.append(draft.block_sum)
 
     def _acknowledge(self, draft: Draft) -> Extent | StorageError:
         """One block; its segment may have been recycled meanwhile, or put in doubt by a sync that failed."""

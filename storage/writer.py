@@ -47,6 +47,7 @@ class Draft:
     life: Life | None = None
     offset: int = 0
     sequence: int = 0
+    block_sum: int = 0
     row: int = -1
     error: StorageError | None = None
 
@@ -151,6 +152,7 @@ def _encode(draft: Draft, life: Life, page: Bytes) -> None:
         encode(header, draft.body, life, page)
         return
     shape = block_shape(item.geometry)
+    draft.block_sum = block_sum(item.sums)
     header = RecordHeader(
         Kind.BLOCK,
         draft.offset,
@@ -160,7 +162,7 @@ def _encode(draft: Draft, life: Life, page: Bytes) -> None:
         count=shape.layers,
         namespace=item.namespace,
         key=item.key,
-        block_sum=block_sum(item.sums),
+        block_sum=draft.block_sum,
         layer_bytes=shape.layer_bytes,
         layer_stride=shape.layer_stride,
     )

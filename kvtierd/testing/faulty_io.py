@@ -11,15 +11,20 @@ import dataclasses
 import errno
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
 from kvtierd.core.checksum import Bytes
 from kvtierd.storage.interface import IoMode
 from kvtierd.storage.io import SegmentFile, Space, StorageIo
+from kvtierd.storage.metadata import MetadataFiles, metadata_of
 
-Operation = Literal["create", "open", "read", "write", "sync", "remove", "sync_directory"]
+Operation = Literal[
+    "create", "open", "read", "write", "sync", "remove", "sync_directory",
+    "list_small", "read_small", "create_small", "append_small", "sync_small", "replace_small", "remove_small",
+]  # fmt: skip
+"""What a call does; `…_small` are calls about the small files, journal and checkpoints."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,6 +110,10 @@ class FaultyIo:
         """Passed through: what is probed is the inner engine."""
         self.inner.probe(directory)
 
+    def metadata(self, directory: Path) -> FaultyMetadata:
+        """The inner engine's small files, or those of the file system; their calls are numbered with the others."""
+        return FaultyMetadata(self, metadata_of(self.inner, directory))
+
     def names(self, directory: Path) -> list[str]:
         """Passed through."""
         return self.inner.names(directory)
@@ -188,6 +197,68 @@ class FaultyFile:
     def close(self) -> None:
         """Passed through."""
         self._inner.close()
+
+
+class FaultyMetadata:
+    """MetadataFiles around others."""
+
+    def __init__(self, io: FaultyIo, inner: MetadataFiles) -> None:
+        self._io = io
+        self._inner = inner
+
+    def _before(self, operation: Operation, name: str = "", length: int = 0) -> Fault | None:
+        fault = self._io.fault_of(operation, name, 0, length)
+        if fault is not None and not fault.bytes_moved and fault.bytes_moved is not None:
+            fault.raise_if_error()
+        return fault
+
+    async def names(self) -> list[str]:
+        """List, or fail."""
+        _raise(self._before("list_small"))
+        return await self._inner.names()
+
+    async def read(self, name: str) -> bytes:
+        """Read all, part, or nothing."""
+        fault = self._before("read_small", name)
+        _raise(fault)
+        data = await self._inner.read(name)
+        return data if fault is None else data[: fault.bytes_moved]
+
+    async def create(self, name: str) -> None:
+        """Make a file, or fail: before, or when it is there."""
+        fault = self._before("create_small", name)
+        await self._inner.create(name)
+        _raise(fault)
+
+    async def append(self, name: str, data: bytes) -> None:
+        """Append all, or part and fail."""
+        fault = self._before("append_small", name, len(data))
+        await self._inner.append(name, data if fault is None else data[: fault.bytes_moved])
+        _raise(fault)
+
+    async def sync(self, name: str) -> None:
+        """Sync, or fail before."""
+        _raise(self._before("sync_small", name))
+        await self._inner.sync(name)
+
+    async def replace(self, name: str, parts: Iterable[bytes]) -> None:
+        """Make a file, or fail before it has its name."""
+        _raise(self._before("replace_small", name))
+        await self._inner.replace(name, parts)
+
+    async def remove(self, names: Iterable[str]) -> None:
+        """Remove files, or fail before they are gone."""
+        _raise(self._before("remove_small"))
+        await self._inner.remove(names)
+
+    async def close(self) -> None:
+        """Passed through."""
+        await self._inner.close()
+
+
+def _raise(fault: Fault | None) -> None:
+    if fault is not None:
+        fault.raise_if_error()
 
 
 def _first(buffers: Sequence[Bytes], count: int) -> list[Bytes]:

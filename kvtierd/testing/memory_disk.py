@@ -18,6 +18,7 @@ import numpy as np
 from kvtierd.core.checksum import Bytes
 from kvtierd.storage.interface import IoMode
 from kvtierd.storage.io import Space
+from kvtierd.testing.memory_metadata import MemoryMetadata, SmallFiles
 
 SECTOR_BYTES = 512
 """What a disk writes whole or not at all."""
@@ -54,6 +55,7 @@ class MemoryDisk:
         self.capacity_bytes = capacity_bytes
         self.files: dict[str, _Image] = {}
         self.removed: dict[str, _Image] = {}
+        self.metadata = SmallFiles()
         self.guard = threading.Lock()
 
     def used_bytes(self) -> int:
@@ -67,6 +69,7 @@ class MemoryDisk:
             for name, image in (self.removed | self.files).items():
                 if image.name_is_stable:
                     found.files[name] = image.after_power_loss(luck)
+            found.metadata = self.metadata.after_power_loss(luck)
         return found
 
 
@@ -122,12 +125,17 @@ class MemoryFile:
 
 
 class MemoryIo:
-    """A StorageIo over a MemoryDisk. The directory's own files (lock, superblock) stay on the real file system."""
+    """A StorageIo over a MemoryDisk, journal and checkpoints with it. Lock and superblock stay on the real file system:
+    they are synced at each step, so that there is nothing in between to lose."""
 
     def __init__(self, disk: MemoryDisk) -> None:
         self.disk = disk
         self.mode = IoMode.BUFFERED
         self.notes: list[str] = []
+
+    def metadata(self, directory: Path) -> MemoryMetadata:  # noqa: ARG002
+        """Journal and checkpoints, on the same disk."""
+        return MemoryMetadata(self.disk.metadata)
 
     def probe(self, directory: Path) -> None:
         """Memory always works."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvtierd.core.checksum import Bytes, Sums, block_sum, layer_sums
 from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.core.namespace import Namespace
-from kvtierd.storage.interface import Extent, IoMode, ReadItem, Recovered, WriteItem
+from kvtierd.storage.interface import Extent, Extents, IoMode, ReadItem, Recovered, WriteItem
 
 
 class MemoryStore:
@@ -41,13 +41,14 @@ class MemoryStore:
         names = list(self.blocks)
         return Recovered(
             namespaces=dict(self.namespaces),
-            namespace=[digest for digest, _ in names],
+            digests=[digest for digest, _ in names],
+            space=np.arange(len(names), dtype=np.int32),
             keys=np.frombuffer(b"".join(key for _, key in names), np.uint8).reshape(len(names), 32),
-            extents=[self.blocks[name][0] for name in names],
+            extents=Extents.of([self.blocks[name][0] for name in names]),
             block_sums=np.array([block_sum(self.blocks[name][2]) for name in names], np.uint64),
         )
 
-    def adopt(self, extents: Sequence[Extent], tags: npt.NDArray[np.int64]) -> None:
+    def adopt(self, extents: Extents, tags: npt.NDArray[np.int64]) -> None:
         """Remember the caller's numbers."""
         self.tags.update(zip((extent.offset for extent in extents), tags.tolist(), strict=True))
 

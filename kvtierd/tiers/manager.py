@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtierd.config.schema import Settings
 from kvtierd.core.clock import Clock
@@ -25,7 +26,7 @@ from kvtierd.protocol import messages as m
 from kvtierd.protocol.service import Answer, ChunkFiles, Session
 from kvtierd.storage.interface import BlockStore, Extent, Recovered
 from kvtierd.tiers.admin import Admin
-from kvtierd.tiers.blocks import VISIBLE, Blocks
+from kvtierd.tiers.blocks import VISIBLE, Blocks, Rows
 from kvtierd.tiers.copies import Copies, EventSink
 from kvtierd.tiers.demand import Demand
 from kvtierd.tiers.gpu_tier import GpuTier
@@ -289,30 +290,30 @@ class TierManager:
     def _recover(self, found: Recovered) -> None:
         """Make rows for what the store found."""
         blocks, table = self.copies.blocks, self.copies.blocks.table
-        kept_extents: list[Extent] = []
-        kept_rows = []
-        by_digest: dict[bytes, list[int]] = {}
-        for i, digest in enumerate(found.namespace):
-            by_digest.setdefault(digest, []).append(i)
-        for digest, indices in by_digest.items():
-            places = np.array(indices, np.intp)
+        kept: list[npt.NDArray[np.intp]] = []
+        kept_rows: list[Rows] = []
+        order = np.argsort(found.space, kind="stable")
+        spaces, begins = np.unique(found.space[order], return_index=True)
+        for space, places in zip(spaces.tolist(), np.split(order, begins)[1:], strict=True):
             try:
-                entry = self.copies.namespaces.register(self.tenant, found.namespaces[digest], allow_loss=False)
+                namespace = found.namespaces[found.digests[space]]
+                entry = self.copies.namespaces.register(self.tenant, namespace, allow_loss=False)
             except RequestError as error:  # more than fit: that must not keep the daemon from starting
                 _log.warning("recovery: %d blocks are left out: %s", places.size, error)
                 found.dropped += places.size
                 continue
             rows, position = blocks.add(found.keys[places], entry.number, VISIBLE)
             blocks.mark(rows, m.TIER_NVME)
-            extents = [found.extents[i] for i in places[position].tolist()]
-            table.segment[rows] = [extent.segment for extent in extents]
-            table.extent_page[rows] = [extent.offset // PAGE_BYTES for extent in extents]
-            table.block_sum[rows] = found.block_sums[places[position]]
-            kept_extents += extents
+            mine = places[position]
+            table.segment[rows] = found.extents.segment[mine]
+            table.extent_page[rows] = found.extents.page[mine]
+            table.block_sum[rows] = found.block_sums[mine]
+            kept.append(mine)
             kept_rows.append(rows)
         if kept_rows and self._store is not None:
-            self._store.adopt(kept_extents, np.concatenate(kept_rows).astype(np.int64))
-        self.copies.counters["recovered_blocks"] += len(kept_extents)
+            tags = np.concatenate(kept_rows).astype(np.int64)
+            self._store.adopt(found.extents.take(np.concatenate(kept)), tags)
+        self.copies.counters["recovered_blocks"] += sum(rows.size for rows in kept_rows)
         self.copies.counters["recovery_dropped_blocks"] += found.dropped
 
     def _reclaimed(self, gone: list[tuple[int, Extent]]) -> None:

@@ -12,7 +12,7 @@ from kvtierd.core.units import KIB
 from kvtierd.storage import Extent, SegmentStore
 from kvtierd.storage.io_posix import PosixIo
 from kvtierd.testing.faulty_io import Call, Fault, FaultyIo
-from tests.unit.storage.blocks import Block, by_key, known, namespace, opened, put, readable, run
+from tests.unit.storage.blocks import Block, by_key, forget_index, known, namespace, opened, put, readable, run
 
 TINY = {"capacity": 600 * KIB, "segment_bytes": 100 * KIB}
 RECORD = 12 * KIB
@@ -21,11 +21,13 @@ FIRST = 8 * KIB
 """Offset of the first block of a segment: the header and the namespace come before."""
 
 
-async def filled(folder: Path) -> Path:
-    """A store of five blocks in one segment; returns the segment's file."""
+async def filled(folder: Path, *, index: bool = False) -> Path:
+    """A store of five blocks in one segment, without an index unless one is wanted; returns the segment's file."""
     async with opened(folder, **TINY) as (store, _):
         extents = await put(store, *map(known, range(COUNT)))
         assert [extent.offset for extent in extents] == [FIRST + RECORD * n for n in range(COUNT)]
+    if not index:
+        forget_index(folder)
     (path,) = folder.glob("segment-*")
     return path
 
@@ -67,11 +69,36 @@ def test_flipped_bit_in_a_payload_is_found_when_it_is_read(folder: Path, byte: i
     run(check)
 
 
+@pytest.mark.parametrize("index", [False, True])
+@pytest.mark.parametrize("byte", [*range(0, 208, 3), 1000, 4095])
+def test_record_that_the_index_knows_is_verified_when_it_is_read(folder: Path, byte: int, *, index: bool) -> None:
+    async def check() -> None:
+        flip(await filled(folder, index=index), FIRST + 2 * RECORD + byte, byte % 8)
+        assert (await served(folder))[0] == {0, 1, 3, 4}
+
+    run(check)
+
+
+@pytest.mark.parametrize("copy", [0, 1])
 @pytest.mark.parametrize("byte", [*range(0, 64, 5), 4095])
-def test_flipped_bit_in_a_segment_header_costs_the_segment_and_it_is_reused(folder: Path, byte: int) -> None:
+def test_flipped_bit_in_a_segment_header_is_mended_from_its_other_copy(folder: Path, byte: int, copy: int) -> None:
     async def check() -> None:
         path = await filled(folder)
-        flip(path, byte)
+        before = path.read_bytes()
+        flip(path, byte + copy * (path.stat().st_size - 4096))
+        assert await served(folder) == (set(range(COUNT)), 0)
+        after = path.read_bytes()
+        assert (after[:4096], after[-4096:]) == (before[:4096], before[-4096:])
+
+    run(check)
+
+
+@pytest.mark.parametrize("byte", [*range(0, 64, 5), 4095])
+def test_segment_whose_header_is_lost_in_both_copies_is_reused(folder: Path, byte: int) -> None:
+    async def check() -> None:
+        path = await filled(folder)
+        for copy in (0, path.stat().st_size - 4096):
+            flip(path, byte + copy)
         assert await served(folder) == (set(), 1)
         assert [file.name for file in folder.glob("segment-*")] == [path.name]
 
@@ -93,6 +120,7 @@ def test_namespace_record_of_another_segment_serves_for_all(folder: Path) -> Non
             await put(store, *map(known, range(8)))
         first, second = sorted(folder.glob("segment-*"))
         flip(first, 4096 + 192)
+        forget_index(folder)
         async with opened(folder, **TINY) as (store, found):
             held = by_key(found)
             assert len(held) == 8
@@ -209,6 +237,7 @@ def test_segment_with_an_unreadable_page_is_written_no_more(folder: Path) -> Non
             assert any("1 pages could not be read" in note for note in found.notes)
             (extent,) = await put(store, known(20))
             assert extent.segment != found.extents[0].segment
+        forget_index(folder)
         async with opened(folder, **TINY) as (_, found):
             assert {key.tobytes() for key in found.keys} == {known(n).key for n in (0, 1, 2, 3, 4, 20)}
 
@@ -316,6 +345,6 @@ def test_many_deletes_share_tombstones(folder: Path) -> None:
             assert store.stats()["written_bytes"] - before <= 80 * KIB
             assert store.stats()["live_extents"] == 0
         async with opened(folder, **fields) as (_, found):
-            assert found.extents == []
+            assert len(found.extents) == 0
 
     run(check)

@@ -75,10 +75,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.on_reclaim(self.reclaimed)
         self.held.clear()
         tags = []
-        for digest, key, extent, total in zip(
-            self.found.namespace, self.found.keys, self.found.extents, self.found.block_sums.tolist(), strict=True
+        for space, key, extent, total in zip(
+            self.found.space, self.found.keys, self.found.extents, self.found.block_sums.tolist(), strict=True
         ):
-            name, version = self.version_of(digest, key.tobytes(), total)
+            name, version = self.version_of(self.found.digests[space], key.tobytes(), total)
             self.held[name] = self.made[name, version], extent, version
             self.places[extent] = name, version
             tags.append(version)

@@ -33,7 +33,7 @@ def namespace(geometry: Geometry = SMALL, model: str = "model", **fields: Any) -
     return Namespace(model=model, geometry=geometry, **fields)
 
 
-TINY = {"capacity": 360 * KIB, "segment_bytes": 80 * KIB}
+TINY = {"capacity": 380 * KIB, "segment_bytes": 80 * KIB}
 """Three or four segments of about six blocks."""
 
 
@@ -118,8 +118,15 @@ async def readable(store: SegmentStore, block: Block, extent: Extent) -> bool:
 
 def by_key(found: Recovered) -> dict[bytes, Extent]:
     """Recovered extents by namespace and key."""
-    keys = [key.tobytes() for key in found.keys]
-    return {digest + key: extent for digest, key, extent in zip(found.namespace, keys, found.extents, strict=True)}
+    names = zip(found.space.tolist(), found.keys, found.extents, strict=True)
+    return {found.digests[space] + key.tobytes(): extent for space, key, extent in names}
+
+
+def forget_index(directory: Path) -> None:
+    """Leave a store without journal and checkpoints, so that its next start scans the segments."""
+    for kind in ("checkpoint", "journal"):
+        for path in directory.glob(f"{kind}-*"):
+            path.unlink()
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from kvtierd.core.errors import StorageError
 from kvtierd.core.units import KIB, MIB
 from kvtierd.storage import Extent
-from kvtierd.storage.interface import IoMode
+from kvtierd.storage.interface import Extents, IoMode
 from kvtierd.testing.faulty_io import FaultyIo
 from kvtierd.testing.memory_disk import MemoryDisk, MemoryIo
 from tests.unit.storage.blocks import LARGE, TINY, Block, Ledger, by_key, namespace, opened, put, readable, run
@@ -30,7 +30,7 @@ def test_full_store_drops_its_oldest_blocks_and_announces_each_once(tmp_path: Pa
                 assert await readable(store, block, extent)
             stats = store.stats()
             assert stats["live_extents"] == len(ledger.held)
-            assert stats["used_bytes"] <= stats["capacity_bytes"] == 360 * KIB
+            assert stats["used_bytes"] <= stats["capacity_bytes"] == 380 * KIB
 
     run(check)
 
@@ -41,7 +41,7 @@ def test_case_11_disk_holds_no_more_than_the_capacity_with_everything_counted(tm
             for number in range(60):
                 await put(store, Block(number))
             taken = sum(path.stat().st_blocks * 512 for path in (tmp_path, *tmp_path.iterdir()))
-            assert taken <= 360 * KIB
+            assert taken <= 380 * KIB
 
     run(check)
 
@@ -65,12 +65,13 @@ def test_recycled_segment_has_its_new_header_on_stable_storage_before_its_first_
         async with opened(tmp_path, io, **TINY) as (store, _):
             for number in range(60):
                 await put(store, Block(number))
+            copy_at = store.stats()["segment_bytes"] - 4096
         lives = 0
         for name in {call.name for call in io.calls if call.name.startswith("segment")}:
             header_is_stable = False
             for call in io.calls:
-                if call.name == name and call.operation == "write" and call.offset == 0:
-                    header_is_stable, lives = False, lives + 1
+                if call.name == name and call.operation == "write" and call.offset in {0, copy_at}:
+                    header_is_stable, lives = False, lives + (call.offset == 0)
                 elif call.name == name and call.operation == "sync":
                     header_is_stable = True
                 elif call.name == name and call.operation == "write":
@@ -130,7 +131,7 @@ def test_adopted_tags_are_announced_and_unknown_ones_are_not(tmp_path: Path) -> 
             told: list[tuple[int, Extent]] = []
             store.on_reclaim(told.extend)
             places = [by_key(found)[block.digest + block.key] for block in blocks]
-            store.adopt(places[1:], np.arange(101, 106, dtype=np.int64))
+            store.adopt(Extents.of(places[1:]), np.arange(101, 106, dtype=np.int64))
             for number in range(60, 120):
                 await put(store, Block(number))
             early = [entry for entry in told if entry[0] < 1000 and entry[0] >= 101]

@@ -1,0 +1,179 @@
+"""Journal and checkpoints of the index as they go on (FORMAT.md §6).
+
+Checkpoint N is the merge of the checkpoint before it and all journals up to N. So it is made from files alone, in a
+thread, while the journal goes on in file N; and what was before it is the second chance of a damaged checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvtierd.core.units import KIB, PAGE_BYTES
+from kvtierd.storage.facts import Facts, alive
+from kvtierd.storage.index_frames import HEAD_DTYPE, FrameKind, FrameWriter, Rows
+from kvtierd.storage.index_load import Loaded, load_index
+from kvtierd.storage.layout import INDEX_FILES, index_name, index_number
+from kvtierd.storage.metadata import MetadataFiles
+
+JOURNAL_BYTES_MIN = 64 * KIB
+"""Journals are worth a checkpoint when they are larger than this and than the last checkpoint: so the bytes of all
+checkpoints stay below twice those of all journals."""
+
+
+class IndexLog:
+    """The journal that is written now, and the making of checkpoints. Call `begin` first; one checkpoint at a time."""
+
+    def __init__(self, files: MetadataFiles, uuid: bytes, loaded: Loaded, counters: Counter[str]) -> None:
+        self._files = files
+        self._uuid = uuid
+        self._counters = counters
+        self._base = loaded.base
+        self._last = loaded.last_number
+        self._writer: FrameWriter | None = None
+        self._sizes = dict(loaded.sizes)
+        self._turn = asyncio.Lock()
+        self._lifetime_bytes = loaded.facts.lifetime_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """What journals and checkpoints take on disk."""
+        return sum(self._sizes.values())
+
+    @property
+    def lifetime_bytes(self) -> int:
+        """What the store had written in all its life when it was opened."""
+        return self._lifetime_bytes
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Whether the journals have outgrown the last checkpoint."""
+        return self._journal_bytes > max(JOURNAL_BYTES_MIN, self._sizes.get(index_name("checkpoint", self._base), 0))
+
+    @property
+    def wants_last_checkpoint(self) -> bool:
+        """Whether the next start would be faster by a checkpoint now."""
+        return self._journal_bytes > max(PAGE_BYTES, self._sizes.get(index_name("checkpoint", self._base), 0) // 16)
+
+    @property
+    def _journal_bytes(self) -> int:
+        return sum(size for name, size in self._sizes.items() if (index_number("journal", name) or 0) >= self._base)
+
+    async def begin(self) -> None:
+        """Where there is no usable index, make an empty one: it claims nothing, so segments are scanned until the
+        journal covers them. Raises OSError."""
+        if self._base:
+            return
+        await self._next_journal()
+        writer = FrameWriter(self._uuid, self._last)
+        await self._publish(self._last, [writer.end(0, self._lifetime_bytes)])
+
+    async def append(self, facts: Facts) -> None:
+        """Put facts on stable storage. After an OSError the journal goes on in another file: what the failed one holds
+        of them is not known, and to give a fact twice changes nothing."""
+        async with self._turn:
+            try:
+                await self._append(facts)
+            except OSError:
+                self._writer = None
+                raise
+
+    async def _append(self, facts: Facts) -> None:
+        if self._writer is None:
+            await self._next_journal()
+        assert self._writer is not None
+        name = index_name("journal", self._last)
+        data = b"".join(encode_facts(facts, self._writer))
+        if data:
+            await self._files.append(name, data)
+            self._sizes[name] = self._sizes.get(name, 0) + len(data)
+            self._counters["journal_bytes"] += len(data)
+            await self._files.sync(name)
+
+    async def _next_journal(self) -> None:
+        number = self._last + 1
+        await self._files.create(index_name("journal", number))
+        self._last = number
+        self._writer = FrameWriter(self._uuid, number)
+        self._sizes[index_name("journal", number)] = 0
+
+    async def checkpoint(self, generations: Mapping[int, int], written_bytes: int) -> None:
+        """Merge all that is in the index now into a checkpoint. Raises OSError.
+
+        `generations` is the present life of each segment by id; `written_bytes` what was written since the opening.
+        """
+        async with self._turn:
+            self._writer = None
+            await self._next_journal()
+            number = self._last
+        loaded = await load_index(self._files, self._uuid, below=number)
+        if not loaded.usable:
+            raise OSError(0, "; ".join(loaded.notes) or "the index cannot be read")
+        lifetime = self._lifetime_bytes + written_bytes
+        writer = FrameWriter(self._uuid, number)
+        parts = await asyncio.to_thread(_checkpoint_frames, loaded.facts, generations, writer, lifetime)
+        await self._publish(number, parts)
+
+    async def _publish(self, number: int, parts: list[bytes]) -> None:
+        """Make it the checkpoint that counts; what comes before the one it replaces has no use any more."""
+        name = index_name("checkpoint", number)
+        await self._files.replace(name, parts)
+        self._sizes[name] = sum(map(len, parts))
+        self._counters["checkpoint_bytes"] += self._sizes[name]
+        self._counters["checkpoints"] += 1
+        previous, self._base = self._base or number, number
+        old = sorted(name for name in self._sizes if _number_of(name) < previous)
+        for name in old:
+            del self._sizes[name]
+        await self._files.remove(old)
+
+
+def encode_facts(facts: Facts, writer: FrameWriter) -> list[bytes]:
+    """Facts as frames: namespaces before what names them."""
+    used = np.union1d(facts.blocks["space"], facts.kills["space"]).tolist()
+    digests = [facts.spaces.digests[number] for number in used]
+    frames = list(writer.namespaces([(digest, facts.spaces.known.get(digest)) for digest in digests]))
+    table = np.zeros(len(facts.spaces.digests), np.uint32)
+    table[used] = [writer.spaces[digest] for digest in digests]
+    for kind, rows in ((FrameKind.KILLS, facts.kills), (FrameKind.BLOCKS, facts.blocks)):
+        if len(rows):
+            numbered = rows.copy()
+            numbered["space"] = table[rows["space"]]
+            frames += writer.rows(kind, numbered)
+    frames += writer.rows(FrameKind.HEADS, head_rows(facts))
+    return frames
+
+
+def head_rows(facts: Facts) -> Rows:
+    """Heads as rows of a frame."""
+    rows = np.zeros(len(facts.heads), HEAD_DTYPE)
+    for row, (number, head) in zip(rows, facts.heads.items(), strict=True):
+        row["segment"], row["generation"], row["head"], row["sealed"] = number, head.generation, head.head, head.sealed
+    return rows
+
+
+def _checkpoint_frames(
+    facts: Facts, generations: Mapping[int, int], writer: FrameWriter, lifetime_bytes: int
+) -> list[bytes]:
+    """What lives of these facts, in the order of its place, as a whole file."""
+    merged = Facts()
+    merged.spaces = facts.spaces
+    blocks = facts.blocks[alive(facts.blocks, facts.kills, generations)]
+    merged.add_blocks(blocks[np.lexsort((blocks["page"], blocks["segment"]))])
+    merged.heads = {number: head for number, head in facts.heads.items() if generations.get(number) == head.generation}
+    merged.add_kills(facts.kills[facts.kills["sequence"] > _oldest_open(merged, generations)])
+    return [*encode_facts(merged, writer), writer.end(len(blocks), lifetime_bytes)]
+
+
+def _oldest_open(facts: Facts, generations: Mapping[int, int]) -> int:
+    """The generation of the oldest life that a later start will scan, at least in part: nobody will look again at what
+    was killed in older ones."""
+    sealed = {number for number, head in facts.heads.items() if head.sealed}
+    return min((generation for number, generation in generations.items() if number not in sealed), default=1 << 63)
+
+
+def _number_of(name: str) -> int:
+    return next((number for kind in INDEX_FILES if (number := index_number(kind, name)) is not None), 0)
