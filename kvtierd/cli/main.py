@@ -29,8 +29,15 @@ COMMANDS = {
     "demo": Command("kvtierd.cli.demo", "show a real model's KV going through all tiers and a restart"),
     "bench": Command("kvtierd.cli.bench", "measure a figure against its reference"),
     "precompile": Command("kvtierd.cli.precompile", "compile all kernels into the cache folder"),
+    "systemd": Command("kvtierd.cli.systemd", "put the service's files in place, or remove them"),
+    "man": Command("kvtierd.cli.man", "print a manual page"),
+    "completion": Command("kvtierd.cli.completion", "print completion for a shell"),
     "kernels": Command("kvtierd.cli.kernels", "compile the CUDA kernels without a GPU; show registers and spills"),
 }
+
+
+EXTRA = frozenset({"aiofiles", "numba", "yaml"})
+"""What the extra `daemon` adds: a few commands look into the daemon and not only talk to it."""
 
 
 class CommandModule(Protocol):
@@ -55,10 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in words if not word.startswith("-")), "")
-    args = _parser(chosen).parse_args(words)
+    try:
+        args = _parser(chosen).parse_args(words)
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA:
+            raise
+        return _without_extra(error)
     module: CommandModule = importlib.import_module(COMMANDS[args.command].module)
     try:
         return module.run(args)
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA:
+            raise
+        return _without_extra(error)
     except KvtierdError as error:
         sys.stderr.write(f"kvtierctl {args.command}: {error}\n")
         return _exit_code(error)
@@ -68,6 +84,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has gone (`| head`): that is no error, and flushing at exit must not find one.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OK
+
+
+def _without_extra(error: ModuleNotFoundError) -> int:
+    sys.stderr.write(f"kvtierctl: {error.name} is not installed; this command needs: pip install 'kvtierd[daemon]'\n")
+    return ExitCode.NO_DEVICE
+
+
+def command_parser(name: str) -> argparse.ArgumentParser:
+    """The parser of one command, as `kvtierctl NAME` uses it; whoever documents the command reads it too."""
+    command = COMMANDS[name]
+    parser = _Parser(prog=f"kvtierctl {name}", description=f"{command.summary.capitalize()}.")
+    module: CommandModule = importlib.import_module(command.module)
+    module.add_arguments(parser)
+    return parser
 
 
 def _exit_code(error: KvtierdError) -> int:

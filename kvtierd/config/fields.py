@@ -108,6 +108,13 @@ def _show(count: float) -> str:
     )
 
 
+def shown_limit(field: Field, limit: float | None) -> str:
+    """A bound of a setting as people write it."""
+    if limit is None:
+        return "any"
+    return _show(limit) if field.unit == "bytes" else str(limit)
+
+
 def _fields(info: Any, prefix: str) -> list[Field]:
     """Walk a msgspec.inspect.StructType; `Any` because its node types form an open union."""
     found = []

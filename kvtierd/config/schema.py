@@ -36,7 +36,9 @@ class Compression(_Section, frozen=True, kw_only=True):
     """FP8 of cold blocks, in namespaces that allow loss."""
 
     enabled: bool = True
+    """Whether cold blocks are compressed, where their namespace allows loss."""
     method: Literal["fp8"] = "fp8"
+    """e4m3 with one scale per layer, K or V, head and block."""
     threshold: Annotated[int, Meta(ge=0, le=1_000_000)] = 10
     """Heat below which a block is compressed."""
 

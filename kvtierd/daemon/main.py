@@ -54,7 +54,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the daemon until it is told to stop; returns the exit code (kvtierd.core.errors.ExitCode)."""
-    args = _parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     try:
         return _main(args)
     except KeyboardInterrupt:  # before the loop had its signal handlers
@@ -129,7 +129,8 @@ def _tell_loading(done: int, total: int) -> None:
     extend_timeout(COMPILE_S)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """What the command line may say; the manual page is made of it too."""
     parser = _Parser(prog="kvtierd", description="Keeps the KV cache of inference engines in three tiers.")
     add_options(parser)
     group = parser.add_mutually_exclusive_group()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-LINKS = ("gpu", "protocol", "storage")
+LINKS = ("gpu", "protocol", "storage", "systemd")
 MAX_LINES = 350
 MAX_COLUMNS = 120
 SHIPPED = ("kvtierd.testing.", "kvtierd.connectors.")

@@ -18,7 +18,7 @@ Built = Any
 """The fixture's value (conftest.py): `sdist`, `wheel`, `wheel_of_sdist`."""
 
 ROOT = Path(__file__).resolve().parents[3]
-LINKED = ("gpu", "protocol", "storage")
+LINKED = ("gpu", "protocol", "storage", "systemd")
 HEAVY = ("torch", "numba", "llvmlite", "kvikio", "yaml", "aiofiles", "transformers")
 
 
