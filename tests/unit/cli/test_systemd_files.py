@@ -99,7 +99,7 @@ def test_another_prefix_is_for_packagers(tmp_path: Path) -> None:
 
 
 def test_command_that_the_service_would_not_see_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["systemd", "install", "--bindir", "/home/me/bin"]) == 64
+    assert cli.main(["systemd", "install", "--bindir", "/run/user/1000/bin"]) == 64
     assert "ProtectHome=yes" in capsys.readouterr().err
 
 
