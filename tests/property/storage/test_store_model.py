@@ -23,6 +23,7 @@ from kvtierd.core.errors import CorruptionError
 from kvtierd.core.units import KIB
 from kvtierd.storage import Extent, SegmentStore
 from kvtierd.testing.memory_disk import MemoryDisk, MemoryIo
+from kvtierd.testing.memory_metadata import SmallFiles
 from tests.unit.storage.blocks import ODD, SMALL, Block, namespace, settings
 
 T = TypeVar("T")
@@ -171,6 +172,16 @@ class StoreMachine(RuleBasedStateMachine):
         self.open()
         assert self.held == before, "a clean restart changed what is stored"
         assert self.found.dropped == 0 or self.power_was_lost
+        self.settle()
+
+    @rule()
+    def lose_index(self) -> None:
+        """Segments alone say what is stored: nothing deleted or recycled comes back from a scan."""
+        before = dict(self.held)
+        self.do(self.store.close())
+        self.disk.metadata = SmallFiles()
+        self.open()
+        assert self.held == before, "a scan found another store than the index"
         self.settle()
 
     @rule(seed=st.none() | st.integers(0, 1 << 30))
