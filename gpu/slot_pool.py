@@ -112,7 +112,7 @@ class SlotPool:
         self.classes: list[SlotClass] = []
         self._by_shape: dict[tuple[int, int, str], SlotClass] = {}
         self._slab_class = np.full(slabs_max, -1, np.int32)
-        self._slab_runs: dict[int, npt.NDArray[np.int64]] = {}
+        self._slab_runs: list[npt.NDArray[np.int32]] = [np.empty(0, np.int32)] * slabs_max
         self._runs = _Runs(self.slots_max >> self._shift)
         self._run_slab: npt.NDArray[np.int32] = reserve((self.slots_max >> self._shift,), np.int32, huge=False)
         self._run_first: npt.NDArray[np.int32] = reserve((self.slots_max >> self._shift,), np.int32, huge=False)
@@ -137,7 +137,8 @@ class SlotPool:
         """Give a slab to a class: its slots become free ones. Returns their numbers, in the order of their places."""
         assert self._slab_class[slab] == -1, f"slab {slab} has an owner"
         self._slab_class[slab] = cls.id
-        runs = self._slab_runs[slab] = self._runs.take((cls.slots_per_slab + self._mask) >> self._shift)
+        runs = self._runs.take((cls.slots_per_slab + self._mask) >> self._shift)
+        self._slab_runs[slab] = runs.astype(np.int32)
         first = np.arange(runs.size) << self._shift
         self._run_slab[runs] = slab
         self._run_first[runs] = first
@@ -160,7 +161,7 @@ class SlotPool:
         cls.free_count -= slots.size
         cls.slabs.remove(slab)
         self._slab_class[slab] = -1
-        runs = self._slab_runs.pop(slab)
+        runs = self._slab_runs[slab].astype(np.int64)
         heapq.heappush(cls.ordinals_freed, int(self._run_sums[runs[0]]) // cls.slots_per_slab)
         self._runs.give(runs)
 
@@ -200,11 +201,13 @@ class SlotPool:
 
     def slabs_of(self, slots: Slots) -> npt.NDArray[np.int32]:
         """Slab numbers of slots."""
-        return self._run_slab[slots >> self._shift]
+        slabs: npt.NDArray[np.int32] = self._run_slab[slots >> self._shift]
+        return slabs
 
     def indices(self, slots: Slots) -> npt.NDArray[np.int32]:
         """Which of their slab's slots these are."""
-        return self._run_first[slots >> self._shift] + (slots & self._mask)
+        places: npt.NDArray[np.int32] = self._run_first[slots >> self._shift] + (slots & self._mask)
+        return places
 
     def offsets(self, cls: SlotClass, slots: Slots) -> npt.NDArray[np.int64]:
         """Bytes from the start of their slab at which slots of a class begin."""
@@ -212,4 +215,5 @@ class SlotPool:
 
     def sum_rows(self, slots: Slots) -> npt.NDArray[np.int32]:
         """Row of each slot in its class's `sums`."""
-        return self._run_sums[slots >> self._shift] + (slots & self._mask)
+        rows: npt.NDArray[np.int32] = self._run_sums[slots >> self._shift] + (slots & self._mask)
+        return rows

@@ -20,21 +20,24 @@ import numpy as np
 from kvtierd.bench.options import Options, need_memory
 from kvtierd.bench.rounds import alternate
 from kvtierd.bench.rows import Row, make_row
-from kvtierd.bench.smaps import resident_bytes
+from kvtierd.bench.smaps import total_bytes
 from kvtierd.config.schema import Host
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.units import GIB, PAGE_BYTES
 from kvtierd.index.crossover import MEASURED, Scheme
 from kvtierd.index.frontbench import BLOCK_TOKENS, RANGE_POSITIONS, FrontBench
 from kvtierd.index.selfbench import LookupBench, growth
-from kvtierd.policy.eviction import LruEviction
+from kvtierd.policy.eviction import CLASSES_MAX
+from kvtierd.policy.return_eviction import ReturnEviction
+from kvtierd.policy.returns import ReturnModel
+from kvtierd.tiers.arena import Chunk
 from kvtierd.tiers.host_tier import HostTier
 
 SMALLEST = Geometry(block_size=64, layers=30, kv_heads=3, k_dim=64, v_dim=64)
 """SmolLM2-135M, the smallest model of the demonstrations, with the smallest block_size of the profiles (64 tokens of
 23,040 bytes)."""
-SUM_BYTES = 8
-"""Checksum of one layer of a block."""
+BLOCKS_A_CALL = 64
+"""Blocks that become resident together: a prefix of 4,096 tokens."""
 BYTES_A_KEY = 700
 """What the bench takes for one key at most: the table, the lines to gather, and the dict with its keys as bytes."""
 _GATHER = "NumPy's random gather of a 64-byte line a key"
@@ -58,7 +61,15 @@ class Sizes:
     tokens: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
 
 
-QUICK = Sizes(keys=2_000_000, rounds=3, grow_to=2_500_000, host_bytes=4 * GIB, others=1_000_000, front_rounds=7)
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlotRam:
+    """Bytes of RAM for each slot of the host tier: its columns and share of what lies beside a chunk; its sums."""
+
+    columns: float
+    sums: float
+
+
+QUICK = Sizes(keys=2_000_000, rounds=3, grow_to=2_500_000, others=1_000_000, front_rounds=7)
 
 
 def rows(options: Options) -> Iterator[Row]:
@@ -70,10 +81,10 @@ def rows(options: Options) -> Iterator[Row]:
 
 def rows_of(sizes: Sizes) -> Iterator[Row]:
     """Measure memory first, while the process is small; then lookups, then growth."""
-    slot_bytes = slot_ram_bytes(sizes.host_bytes)
+    slot = slot_ram_bytes(sizes.host_bytes)
     bench = LookupBench(sizes.keys, with_dict=True)
     yield from _lookups(bench, sizes.rounds)
-    yield from _memory(bench.bytes_per_block(), slot_bytes)
+    yield from _memory(bench.bytes_per_block(), slot)
     del bench
     yield from _growth(sizes)
     yield from _front(FrontBench(sizes.others, sizes.front_rounds), sizes.tokens)
@@ -92,32 +103,51 @@ def _lookups(bench: LookupBench, rounds: int) -> Iterator[Row]:
     yield make_row("index", "lookups that looked at the stash or a second match", 100 * probes, "%")
 
 
-def _memory(block_bytes: float, slot_bytes: float) -> Iterator[Row]:
-    """`block_bytes` of the block and page table, `slot_bytes` of the columns of a slot in host."""
+def _memory(block_bytes: float, slot: SlotRam) -> Iterator[Row]:
+    """`block_bytes` of the block and page table, `slot` of a slot in host, as the kernel counts them."""
     yield make_row("index", "RAM of a block in block table and page table", block_bytes, "bytes")
-    yield make_row("index", "RAM of a slot in the host tier's columns", slot_bytes, "bytes")
-    total = block_bytes + slot_bytes
+    yield make_row("index", "RAM of a slot in the host tier, resident: columns, policy, chunks", slot.columns, "bytes")
+    yield make_row("index", "RAM of a slot's sums of layers, resident", slot.sums, "bytes")
+    total = block_bytes + slot.columns
     yield make_row("index", "RAM of a block, everything but sums of layers", total, "bytes", goal="<= 160")
-    share = 100 * (total + SUM_BYTES * SMALLEST.layers) / SMALLEST.block_bytes
+    share = 100 * (total + slot.sums) / SMALLEST.block_bytes
     yield make_row("index", "share of KV with sums, SmolLM2-135M, block_size 64", share, "%", goal="<= 0.1")
 
 
-def slot_ram_bytes(capacity: int) -> float:
-    """RAM of the host tier's columns for each of the slots that `capacity` has for the smallest block, all in use.
+def slot_ram_bytes(capacity: int) -> SlotRam:
+    """RAM that a host tier of `capacity` takes beside its blocks, for each of the smallest blocks it has room for.
 
-    The generations that clients see lie beside each chunk, eight bytes a page; they are added, because the chunks
-    themselves are not made here. Sums of layers are left out.
+    What the process holds afterwards, less what it held before: a tier under the default policy whose chunks are
+    mapped, with their generation tables, but have no memory; cut into slots that are all in use, with layer sums. The
+    policy's model of returns is left out: it is one for the daemon and has a size of its own, whatever the tier's.
     """
     settings, pid = Host(capacity=capacity), os.getpid()
-    before, _ = resident_bytes(pid)
-    tier = HostTier(settings, LruEviction(capacity // PAGE_BYTES))
-    tier.spare = list(range(tier.slabs_max))
+    model = ReturnModel(capacity // SMALLEST.slot_bytes, seed=1)
+    first = _full_tier(settings, model)
+    total_bytes(pid)  # What is loaded once, and what the heap keeps of all this, is not a block's.
+    first.close()
+    before = total_bytes(pid)
+    tier = _full_tier(settings, model)
+    after = total_bytes(pid)
+    cls = tier.pool.classes[0]
+    slots = np.concatenate([tier.pool.slots_of(slab) for slab in cls.slabs])
+    cls.sums[tier.pool.sum_rows(slots)] = 1
+    with_sums = total_bytes(pid)
+    tier.close()
+    return SlotRam((after - before) / slots.size, (with_sums - after) / slots.size)
+
+
+def _full_tier(settings: Host, model: ReturnModel) -> HostTier:
+    tier = HostTier(settings, ReturnEviction(settings.capacity // PAGE_BYTES, CLASSES_MAX, model))
+    for slab in reversed(tier.missing):
+        tier.adopt(slab, Chunk(tier.new_number(), settings.chunk_bytes, allocate=False))
+    tier.missing.clear()
     cls = tier.class_for(SMALLEST.slot_bytes, SMALLEST.layers, "bench")
-    slots = tier.take_free(cls, tier.slabs_max * (settings.chunk_bytes // SMALLEST.slot_bytes))
-    tier.settle(cls, slots, np.arange(slots.size, dtype=np.int32))
-    after, _ = resident_bytes(pid)
-    generations = tier.slabs_max * (settings.chunk_bytes // PAGE_BYTES) * 8
-    return (after - before - cls.sums.nbytes - slots.nbytes + generations) / slots.size
+    slots = tier.take_free(cls, tier.slabs_max * cls.slots_per_slab)
+    for begin in range(0, slots.size, BLOCKS_A_CALL):
+        some = slots[begin : begin + BLOCKS_A_CALL]
+        tier.settle(cls, some, np.arange(begin, begin + some.size, dtype=np.int32))
+    return tier
 
 
 def _growth(sizes: Sizes) -> Iterator[Row]:

@@ -203,8 +203,8 @@ class HierarchicalBitmap:
         # Whole groups of eight on every level: what lies beyond the capacity is clear, and needs no special case.
         sizes = [-(-count // FAN_OUT) * FAN_OUT for count in counts]
         self._levels: Levels = np.cumsum([0, *sizes[:-1]])
-        self._words: Words = reserve((sizes[0] * LEAF_WORDS,), np.uint64)
-        self._nodes: Nodes = reserve((sum(sizes), 4), np.int32)
+        self._words: Words = reserve((sizes[0] * LEAF_WORDS,), np.uint64, huge=False)
+        self._nodes: Nodes = reserve((sum(sizes), 4), np.int32, huge=False)
         if filled:
             self.set_range(0, capacity)
 

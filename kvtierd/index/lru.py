@@ -109,8 +109,8 @@ class LruLists:
         if not 1 <= slots_max <= SLOTS_MAX or not 1 <= classes_max <= SLOTS_MAX:
             raise ValueError(f"slots_max {slots_max} and classes_max {classes_max} must be in 1..{SLOTS_MAX}")
         self._slots_max, self._classes_max = slots_max, classes_max
-        self._links: Links = reserve((slots_max + classes_max, 2), np.int32)
-        self._lengths: npt.NDArray[np.int64] = reserve((classes_max,), np.int64)
+        self._links: Links = reserve((slots_max + classes_max, 2), np.int32, huge=False)
+        self._lengths: npt.NDArray[np.int64] = reserve((classes_max,), np.int64, huge=False)
 
     def push(self, cls: int, slots: Slots) -> None:
         """Put slots on the hot end; one that is there already is moved."""

@@ -34,10 +34,10 @@ class ReturnEviction:
         self._model = model
         self._classes_max = classes_max
         self._copied_less = min(LEVEL_MAX, round(-LEVELS_AN_OCTAVE * math.log2(copied_worth)))
-        self._slots: leaf_lists.Rowset = reserve((slots_max,), leaf_lists.SLOT)
-        self._ends: leaf_lists.Ends = reserve((3, classes_max * leaf_lists.LISTS), np.int32)
-        self._marks: leaf_lists.Marks = reserve((classes_max, 2), np.uint64)
-        self._cursors: leaf_lists.Ends = reserve((classes_max, 2), np.int32)
+        self._slots: leaf_lists.Rowset = reserve((slots_max,), leaf_lists.SLOT, huge=False)
+        self._ends: leaf_lists.Ends = reserve((3, classes_max * leaf_lists.LISTS), np.int32, huge=False)
+        self._marks: leaf_lists.Marks = reserve((classes_max, 2), np.uint64, huge=False)
+        self._cursors: leaf_lists.Ends = reserve((classes_max, 2), np.int32, huge=False)
         self._offered: tuple[int, Slots] = (0, np.empty(0, np.int32))
 
     def used(self, cls: int, slots: Slots, usage: Usage, first: int = 0, before: int = -1) -> None:

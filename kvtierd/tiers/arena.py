@@ -29,6 +29,8 @@ GENERATION_BYTES: Final = 8
 class Chunk:
     """One chunk: `memory` is its bytes. With `allocate` False they are unbacked: to measure what lies beside it."""
 
+    __slots__ = ("_map", "chunk_bytes", "data_fd", "memory", "number")
+
     def __init__(self, number: int, chunk_bytes: int, *, allocate: bool = True) -> None:
         self.number = number
         self.chunk_bytes = chunk_bytes

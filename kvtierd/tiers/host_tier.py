@@ -47,9 +47,9 @@ class HostTier(SlotTier):
         self.chunk_bytes = settings.chunk_bytes
         self.missing = list(range(self.slabs_max - 1, -1, -1))
         """Slabs that have no memory yet."""
-        self._chunks: dict[int, Chunk] = {}
+        self._chunks: list[Chunk | None] = [None] * self.slabs_max
         self._slab_of_number: dict[int, int] = {}
-        self._cuts: dict[int, _Cut] = {}
+        self._cuts: list[_Cut | None] = [None] * self.slabs_max
         self._tables: dict[int, list[GenerationTable]] = {}
         """By class: tables with room for another chunk."""
         self._numbers = np.zeros(self.slabs_max, np.uint32)
@@ -70,9 +70,10 @@ class HostTier(SlotTier):
 
     def drop(self, slab: int) -> Chunk:
         """Take the memory of a slab without a class away; the caller closes it."""
-        chunk = self._chunks.pop(slab)
+        chunk, cut = self._chunks[slab], self._cuts[slab]
+        assert chunk is not None, f"slab {slab} has no memory"
+        self._chunks[slab] = self._cuts[slab] = None
         del self._slab_of_number[chunk.number]
-        cut = self._cuts.pop(slab, None)
         if cut is not None:
             self._give_part(cut)
         self.missing.append(slab)
@@ -96,11 +97,12 @@ class HostTier(SlotTier):
 
     def chunk_of(self, number: int, tenant: str) -> tuple[Chunk, SlotClass] | None:
         """The chunk with this number, if it is cut into slots of this tenant."""
-        slab = self._slab_of_number.get(number, -1)
-        cut = self._cuts.get(slab)
-        if cut is None or cut.cls.tenant != tenant:
+        slab = self._slab_of_number.get(number)
+        if slab is None or (cut := self._cuts[slab]) is None or cut.cls.tenant != tenant:
             return None
-        return self._chunks[slab], cut.cls
+        chunk = self._chunks[slab]
+        assert chunk is not None
+        return chunk, cut.cls
 
     def chunk_files(self, number: int, tenant: str) -> ChunkFiles | None:
         """What a client of a tenant gets to map a chunk (protocol.service.ChunkSource)."""
@@ -108,14 +110,14 @@ class HostTier(SlotTier):
         if found is None:
             return None
         chunk, cls = found
-        cut = self._cuts[self._slab_of_number[number]]
+        cut = self._cut(self._slab_of_number[number])
         return ChunkFiles(
             number, chunk.chunk_bytes, cls.slot_bytes, cls.slots_per_slab, chunk.data_fd, cut.table.fd, cut.first
         )
 
     def shared_generations(self, number: int) -> Generations:
         """Generations of a chunk's slots in the table that clients see, a view."""
-        cut = self._cuts[self._slab_of_number[number]]
+        cut = self._cut(self._slab_of_number[number])
         return cut.table.generations[cut.first : cut.first + cut.cls.slots_per_slab]
 
     def free(self, cls: SlotClass, slots: Slots) -> None:
@@ -123,15 +125,16 @@ class HostTier(SlotTier):
         self._generation[slots] += np.uint64(1)
         slabs, indices = self.pool.slabs_of(slots), self.pool.indices(slots)
         for slab in np.unique(slabs).tolist():
-            cut, mine = self._cuts[slab], slabs == slab
+            cut, mine = self._cut(slab), slabs == slab
             cut.table.generations[cut.first + indices[mine]] = self._generation[slots[mine]]
         super().free(cls, slots)
 
     def view(self, cls: SlotClass, slot: int) -> Bytes:
         """The memory of a slot, [slot_bytes] uint8."""
         slab, index = self.pool.place(slot)
-        begin = index * cls.slot_bytes
-        return self._chunks[slab].memory[begin : begin + cls.slot_bytes]
+        begin, chunk = index * cls.slot_bytes, self._chunks[slab]
+        assert chunk is not None
+        return chunk.memory[begin : begin + cls.slot_bytes]
 
     def describe(self, cls: SlotClass, slots: Slots, out: Descriptors) -> None:
         """Fill slot descriptors (SLOT_DTYPE) for the wire: chunk, offset, generation."""
@@ -141,16 +144,22 @@ class HostTier(SlotTier):
 
     def close(self) -> None:
         """Let go of all memory."""
-        for chunk in self._chunks.values():
-            chunk.close()
-        self._chunks.clear()
+        for chunk in self._chunks:
+            if chunk is not None:
+                chunk.close()
         for table in {id(table): table for table in self._all_tables()}.values():
             table.close()
-        self._cuts.clear()
+        self._chunks = [None] * self.slabs_max
+        self._cuts = [None] * self.slabs_max
         self._tables.clear()
 
+    def _cut(self, slab: int) -> _Cut:
+        cut = self._cuts[slab]
+        assert cut is not None, f"slab {slab} has no class"
+        return cut
+
     def _all_tables(self) -> Iterator[GenerationTable]:
-        yield from (cut.table for cut in self._cuts.values())
+        yield from (cut.table for cut in self._cuts if cut is not None)
         for tables in self._tables.values():
             yield from tables
 

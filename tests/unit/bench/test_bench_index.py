@@ -30,9 +30,11 @@ def test_every_figure_of_the_page_table_comes_with_its_goal() -> None:
     assert [row.metric for row in sure if not row.ok and "share" not in row.metric] == []
 
 
-def test_columns_of_slots_are_counted() -> None:
-    """At least the row of each slot and its generation, as clients see it and as the daemon keeps it."""
-    assert slot_ram_bytes(GIB) >= 4 + 8 + 8
+def test_everything_that_a_slot_takes_is_counted() -> None:
+    """Its row, holds, generation here and in the shared table, and the policy's record; 30 sums of layers apart."""
+    slot = slot_ram_bytes(GIB)
+    assert slot.columns >= 4 + 4 + 8 + 8 + 32
+    assert slot.sums >= 30 * 8
 
 
 def test_the_smallest_default_block_is_as_described() -> None:

@@ -69,6 +69,18 @@ def test_a_file_that_cannot_be_sealed_is_not_mapped(tmp_path: Path) -> None:
         MappedChunk(ArenaChunk(1, 8192, 4096, 2), file.fileno(), file.fileno())
 
 
+def test_generations_may_begin_anywhere_in_their_file() -> None:
+    (data, _), (table, entries) = sealed_file("data", 8192), sealed_file("table", 64)
+    entries[:] = bytes(40) + (7).to_bytes(8, "little") + (9).to_bytes(8, "little") + bytes(8)
+    chunk = MappedChunk(ArenaChunk(1, 8192, 4096, 2, generations_first=5), data, table)
+    assert chunk.generations.tolist() == [7, 9]
+    for first, text in ((7, "72 are announced"), (-1, "entry -1")):
+        with pytest.raises(ArenaError, match=text):
+            MappedChunk(ArenaChunk(1, 8192, 4096, 2, generations_first=first), data, table)
+    os.close(data)
+    os.close(table)
+
+
 def test_a_slot_outside_its_chunk_is_refused() -> None:
     (data, _), (table, _) = sealed_file("data", 8192), sealed_file("table", 16)
     chunk = MappedChunk(ArenaChunk(1, 8192, 4096, 2), data, table)
