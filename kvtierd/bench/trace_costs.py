@@ -14,7 +14,7 @@ from kvtierd.bench.rounds import alternate, timed
 from kvtierd.bench.rows import Row, make_row
 from kvtierd.bench.trace_replay import SEED
 from kvtierd.policy.admission import Budgeted, SecondAccess
-from kvtierd.policy.advice import MASKS, advise
+from kvtierd.policy.advice import advise
 from kvtierd.policy.ghosts import GhostHits
 from kvtierd.policy.heat import heat_of, touch_heat
 from kvtierd.policy.key_filter import KeyFilter
@@ -51,7 +51,7 @@ def _works() -> dict[str, Callable[[], object]]:
     ghosts, guard = GhostHits(BLOCKS, SEED), ThrashGuard(BLOCKS, SEED)
     admission, seen = Budgeted(SecondAccess(), 1 << 50, 0), KeyFilter(16 * BLOCKS, SEED)
     there = np.zeros(PROMPT, np.bool_)
-    masks, cost_s = np.full(PROMPT, 4, np.uint8), np.full(MASKS, 1e-3)
+    fetch_s = np.full(PROMPT, 1e-3)
     holds = np.zeros(int(blocks.max()) + 1, np.int32)
 
     def each(step: Callable[[int], object]) -> Callable[[], object]:
@@ -71,5 +71,5 @@ def _works() -> dict[str, Callable[[], object]]:
         "admission": each(lambda i: admission.admit(seen.add(prompts[i]), there, 1, i)),
         "ghost hits": each(lambda i: ghosts.accessed(prompts[i])),
         "thrash guard": each(lambda i: guard.wanted(prompts[i], i)),
-        "load or recompute": each(lambda _: advise(masks, cost_s, 6e-3)),
+        "load or recompute": each(lambda _: advise(fetch_s, 6e-3)),
     }

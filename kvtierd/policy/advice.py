@@ -7,6 +7,7 @@ after how many leading blocks to stop fetching. Each hop of a fetch has a rate, 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +15,7 @@ from numba import types
 
 from kvtierd.index.jit import compiled
 
-Masks = npt.NDArray[np.uint8]
 Costs = npt.NDArray[np.float64]
-
-MASKS = 256
-"""Different residency masks."""
 
 
 class RateMeter:
@@ -56,14 +53,14 @@ class Advice:
     recompute_s: float
 
 
-@compiled(types.int64(types.uint8[::1], types.float64[::1], types.float64, types.float64, types.float64[::1]))
-def _best(masks: Masks, cost_s: Costs, compute_s: float, latency_s: float, out: Costs) -> int:
+@compiled(types.int64(types.float64[::1], types.float64, types.float64, types.float64[::1]))
+def _best(fetch_s: Costs, compute_s: float, latency_s: float, out: Costs) -> int:
     """The longest of the cheapest loads; `out` gets what that load takes, and what it takes with the rest computed."""
     best, loaded_s = 0, latency_s
-    out[0], out[1] = 0.0, compute_s * masks.size
-    for index in range(masks.size):
-        loaded_s += cost_s[masks[index]]
-        total_s = loaded_s + compute_s * (masks.size - index - 1)
+    out[0], out[1] = 0.0, compute_s * fetch_s.size
+    for index in range(fetch_s.size):
+        loaded_s += fetch_s[index]
+        total_s = loaded_s + compute_s * (fetch_s.size - index - 1)
         # Sums of different order differ in their last bits: what is equal but for them is equal.
         if total_s <= out[1] * (1 + 1e-12):
             best = index + 1
@@ -71,18 +68,19 @@ def _best(masks: Masks, cost_s: Costs, compute_s: float, latency_s: float, out: 
     return best
 
 
-def advise(masks: Masks, cost_s: Costs, compute_s: float, latency_s: float = 0.0) -> Advice:
-    """Advice for a stored run of blocks with these residency masks, [n] uint8.
+def advise(fetch_s: Costs, compute_s: float, latency_s: float = 0.0) -> Advice:
+    """Advice for a stored run of blocks.
 
-    `cost_s` [256] float64 has what fetching a block of each mask takes, in seconds (infinite where it cannot be
-    fetched), `compute_s` is what computing one takes, and `latency_s` is paid once if anything is fetched. Of equal
-    choices the longer load wins: it leaves the engine free. Raises ValueError for times that are not positive.
+    `fetch_s` [n] float64 has what fetching each takes, in seconds (infinite where it cannot be fetched), `compute_s` is
+    what computing one takes, and `latency_s` is paid once if anything is fetched. Of equal choices the longer load
+    wins: it leaves the engine free. Raises ValueError for times that are negative, or no time or an infinite one to
+    compute.
     """
-    if not (compute_s > 0 and latency_s >= 0) or cost_s.shape != (MASKS,) or not (cost_s >= 0).all():
+    if not (0 < compute_s < math.inf and latency_s >= 0) or not (fetch_s >= 0).all():
         raise ValueError(
-            f"computing a block takes {compute_s} s, latency {latency_s} s and a block of each mask {cost_s.min()} s"
-            f" or more of shape {cost_s.shape}; times must be positive, and one for each of {MASKS} masks"
+            f"computing a block takes {compute_s} s, latency {latency_s} s and fetching one {fetch_s.min(initial=0)} s or"
+            " more; times must be positive, and that of computing finite"
         )
     out = np.zeros(2)
-    load = _best(np.ascontiguousarray(masks), cost_s, compute_s, latency_s, out)
-    return Advice(load, float(out[0]), float(out[1]), compute_s * masks.size)
+    load = _best(fetch_s, compute_s, latency_s, out)
+    return Advice(load, float(out[0]), float(out[1]), compute_s * fetch_s.size)

@@ -44,6 +44,9 @@ from kvtierd.tiers.sessions import keys_of, namespace_of, need_arena, need_frame
 from kvtierd.tiers.speeds import Speeds
 from kvtierd.tiers.workers import Workers
 
+SLOWEST_TOKENS_PER_S = 1e-6
+"""Slower than any engine: keeps times finite."""
+
 Frames = Sequence[memoryview]
 Masks = npt.NDArray[np.uint8]
 
@@ -88,7 +91,9 @@ class Reads:
         if not frames:
             raise RequestError(ErrorCode.BAD_ARGUMENT, "a lookup names no namespace")
         blocks, counters = self._copies.blocks, self._copies.counters
-        masks, asked, block_bytes = None, frames[0].nbytes, 0
+        masks, asked = None, frames[0].nbytes
+        advised = request.prefill_tokens_per_s != 0
+        parts: list[tuple[NamespaceEntry, Masks]] = []
         for number, frame in zip(request.namespaces, frames, strict=True):
             if frame.nbytes != asked:
                 raise RequestError(
@@ -96,18 +101,19 @@ class Reads:
                 )
             entry = namespace_of(session, number)
             keys = keys_of(frame)
-            block_bytes += entry.geometry.slot_bytes
             if masks is not None:
                 keys = keys[: masks.size]
             found = blocks.residency(blocks.find_prefix(keys, entry.number))
             masks = found if masks is None else masks[: found.size] & found
+            if advised:
+                parts.append((entry, found))
         assert masks is not None
         counters["lookups"] += 1
         counters["lookup_blocks"] += asked // 32
         counters["lookup_hit_blocks"] += masks.size
         reply = LookupReply(id=0, hit=masks.size, tiers=masks.tobytes())
-        if request.prefill_tokens_per_s:
-            self._advise(reply, masks, block_bytes, entry.geometry.block_size, request.prefill_tokens_per_s)
+        if advised:
+            self._advise(reply, parts, request.prefill_tokens_per_s)
         return Answer(reply)
 
     def acquire(self, session: Session, request: Acquire, frames: Frames) -> Answer | Awaitable[Answer]:
@@ -197,17 +203,19 @@ class Reads:
         for lease in self.leases.of_session(session.id):
             self.end(lease)
 
-    def _advise(
-        self, reply: LookupReply, masks: Masks, block_bytes: int, block_tokens: int, prefill_tokens_per_s: float
-    ) -> None:
-        """Add to a lookup's reply how much of the hit is worth loading."""
-        if not 0 < prefill_tokens_per_s < math.inf:
-            message = f"prefill_tokens_per_s is {prefill_tokens_per_s}; it must be positive, or 0 for no advice"
+    def _advise(self, reply: LookupReply, parts: list[tuple[NamespaceEntry, Masks]], tokens_per_s: float) -> None:
+        """Add to a lookup's reply how much of the hit is worth loading: a block of every namespace at each place."""
+        if not 0 < tokens_per_s < math.inf:
+            message = f"prefill_tokens_per_s is {tokens_per_s}; it must be positive, or 0 for no advice"
             raise RequestError(ErrorCode.BAD_ARGUMENT, message)
-        advice = advise(masks, self._speeds.costs_s(block_bytes), block_tokens / prefill_tokens_per_s)
+        fetch_s = np.zeros(reply.hit)
+        for entry, masks in parts:
+            fetch_s += self._speeds.fetch_s(masks[: reply.hit], entry.geometry.slot_bytes)
+        block_tokens = parts[0][0].geometry.block_size
+        advice = advise(fetch_s, block_tokens / max(tokens_per_s, SLOWEST_TOKENS_PER_S))
         reply.load, reply.load_ns = advice.load, round(advice.load_s * 1e9)
         self._copies.counters["advised_lookups"] += 1
-        self._copies.counters["advised_against_blocks"] += masks.size - advice.load
+        self._copies.counters["advised_against_blocks"] += reply.hit - advice.load
 
     def _used(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, sources: Masks, parent: bytes) -> None:
         """These blocks are read, and are in host: heat, ghost hits, and another chance to be written to nvme."""

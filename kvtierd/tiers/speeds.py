@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.core.clock import Clock
-from kvtierd.policy.advice import MASKS, RateMeter
+from kvtierd.policy.advice import RateMeter
 from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME
 from kvtierd.tiers.blocks import RESIDENT
 
@@ -21,6 +21,7 @@ PRIOR_BYTES_PER_S = 2e9
 PROBE_BYTES = 8 << 20
 PROBE_ROUNDS = 3
 
+Masks = npt.NDArray[np.uint8]
 Costs = npt.NDArray[np.float64]
 
 
@@ -66,16 +67,16 @@ class Speeds:
 
     def __init__(self, clock: Clock) -> None:
         self.nvme, self.gpu, self.host = Hop(clock), Hop(clock), Hop(clock)
-        self._cost_per_byte: Costs = np.full(MASKS, np.inf)
+        self._cost_per_byte: Costs = np.full(1 + RESIDENT, np.inf)
         self._seen = -1
 
-    def costs_s(self, block_bytes: int) -> Costs:
-        """What a client needs to get a block of each residency mask, in seconds, [256]."""
+    def fetch_s(self, masks: Masks, block_bytes: int) -> Costs:
+        """What a client needs to get each of the blocks with these residency masks, in seconds, [n]; infinite for 0."""
         moves = self.nvme.moves + self.gpu.moves + self.host.moves
         if moves != self._seen:
             self._seen = moves
             copy_s = 1 / self.host.bytes_per_s
-            costs_s = np.full(1 + RESIDENT, np.inf)
+            costs_s = self._cost_per_byte
             # The fastest last, since a block is fetched from the best place that has it.
             for tier, cost_s in (
                 (TIER_NVME, copy_s + 1 / self.nvme.bytes_per_s),
@@ -83,8 +84,8 @@ class Speeds:
                 (TIER_HOST, copy_s),
             ):
                 costs_s[np.arange(costs_s.size) & tier != 0] = cost_s
-            self._cost_per_byte = np.tile(costs_s, MASKS // costs_s.size)
-        return self._cost_per_byte * block_bytes
+        found: Costs = (self._cost_per_byte * block_bytes)[masks]
+        return found
 
     def stats(self) -> dict[str, int]:
         """Rates by hop."""
