@@ -51,7 +51,7 @@ run: $(DEMO) ## Show a real model's KV going through all three tiers and a resta
 	@$(BIN)/kvtierctl demo
 
 test: $(DEV) ## Run the tests
-	@$(BIN)/python -m pytest -m 'not engines and not torture' --ignore=tests/engines $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m 'not engines and not torture and not system' --ignore=tests/engines $(PYTEST_ARGS)
 
 check: $(DEV) ## Formatting, lint, types, and which package may import which
 	@$(BIN)/ruff format --check .
@@ -76,8 +76,9 @@ test-engines: $(ENGINES) ## Run real engines against a real daemon, in an enviro
 kernels: $(DEV) ## Compile every CUDA kernel for every architecture; registers and spills against their bounds
 	@$(BIN)/kvtierctl kernels
 
-test-system: ## Boot a real systemd with the unit
-	@echo "test-system: NOT BUILT (the unit comes with a later version)"
+test-system: $(DEV) ## Boot a real systemd, as root, and run the service in it
+	@./.ci/debian-packages systemd
+	@$(BIN)/python -m pytest tests/system $(PYTEST_ARGS)
 
 bench: $(DEV) ## Measure every figure against its reference
 	@$(BIN)/kvtierctl bench $(BENCH_ARGS)

@@ -1,4 +1,6 @@
-"""Log lines: text on a terminal, JSON otherwise; repeated lines are rate-limited, payloads never appear.
+"""Log lines: to systemd's journal with their fields, as text on a terminal, as JSON otherwise.
+
+Repeated lines are rate-limited, payloads never appear.
 
 Modules log through `logging.getLogger(__name__)` with `%`-style arguments; fields for machines go into
 `extra={"fields": {...}}`.
@@ -15,6 +17,9 @@ from typing import IO, Any
 
 import msgspec
 
+from kvtierd.telemetry.fields import fields_of, hide_payloads, message_of, plain
+from kvtierd.telemetry.journal import JournalHandler, is_journal
+
 ROOT = "kvtierd"
 BURST_LINES = 10
 BURST_WINDOW_S = 10.0
@@ -25,18 +30,28 @@ MAX_TEMPLATES = 1024
 def configure(level: str, form: str, stream: IO[str] | None = None) -> None:
     """Send the lines of every kvtierd logger to a stream (stderr by default).
 
-    `level` is debug, info, warning or error; `form` is text, json or auto (text on a terminal).
+    `level` is debug, info, warning or error; `form` is journal, text, json, or auto, which takes the journal where
+    systemd connected the stream to it, and text on a terminal. May be called again.
     """
-    stream = stream or sys.stderr
-    handler = logging.StreamHandler(stream)
-    text = form == "text" or (form == "auto" and stream.isatty())
-    handler.setFormatter(TextFormatter() if text else JsonFormatter())
+    handler = _handler(form, stream or sys.stderr)
     handler.addFilter(RateLimit())
     handler.addFilter(hide_payloads)
     logger = logging.getLogger(ROOT)
-    logger.handlers = [handler]
+    before, logger.handlers = logger.handlers, [handler]
+    for old in before:
+        if isinstance(old, JournalHandler):
+            old.close()
     logger.setLevel(level.upper())
     logger.propagate = False
+
+
+def _handler(form: str, stream: IO[str]) -> logging.Handler:
+    if form == "journal" or (form == "auto" and is_journal(stream)):
+        return JournalHandler()
+    handler = logging.StreamHandler(stream)
+    text = form == "text" or (form == "auto" and stream.isatty())
+    handler.setFormatter(TextFormatter() if text else JsonFormatter())
+    return handler
 
 
 class TextFormatter(logging.Formatter):
@@ -45,8 +60,10 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """One line, and the traceback below it where there is one."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
-        line = f"{clock}.{int(record.msecs):03} {record.levelname:<7} {_short(record.name)}: {_message(record)}{fields}"
+        fields = "".join(f" {name}={value}" for name, value in fields_of(record).items())
+        line = (
+            f"{clock}.{int(record.msecs):03} {record.levelname:<7} {_short(record.name)}: {message_of(record)}{fields}"
+        )
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
@@ -59,12 +76,12 @@ class JsonFormatter(logging.Formatter):
             "time": dt.datetime.fromtimestamp(record.created, dt.UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": _message(record),
+            "message": message_of(record),
         }
-        entry |= {name: value for name, value in _fields(record).items() if name not in entry}
+        entry |= {name: value for name, value in fields_of(record).items() if name not in entry}
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(entry, enc_hook=_plain).decode()
+        return msgspec.json.encode(entry, enc_hook=plain).decode()
 
 
 class RateLimit(logging.Filter):
@@ -89,35 +106,6 @@ class RateLimit(logging.Filter):
         if len(self._windows) > MAX_TEMPLATES:
             del self._windows[next(iter(self._windows))]
         return seen < BURST_LINES
-
-
-def hide_payloads(record: logging.LogRecord) -> bool:
-    """Replace raw bytes among a line's arguments by their length: they may be somebody's prompt."""
-    if isinstance(record.args, tuple):
-        record.args = tuple(_hidden(value) for value in record.args)
-    return True
-
-
-def _hidden(value: Any) -> Any:
-    # Arrays count as raw bytes, NumPy's scalars (ndim 0) as numbers.
-    if isinstance(value, bytes | bytearray | memoryview) or bool(getattr(value, "ndim", 0)):
-        return f"<{memoryview(value).nbytes} bytes>"
-    return value
-
-
-def _plain(value: Any) -> Any:
-    """What JSON has no word for: NumPy's scalars as numbers, the rest as text."""
-    return value.item() if hasattr(value, "item") else str(value)
-
-
-def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    return {name: _hidden(value) for name, value in getattr(record, "fields", {}).items()}
-
-
-def _message(record: logging.LogRecord) -> str:
-    suppressed = getattr(record, "suppressed", 0)
-    suffix = f" ({suppressed} more like this were not written)" if suppressed else ""
-    return record.getMessage() + suffix
 
 
 def _short(name: str) -> str:
