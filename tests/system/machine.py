@@ -94,7 +94,7 @@ class Machine:
                 raise MachineError(f"the machine ended with {self._process.returncode}\n{self._log.read_text()}")
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 for pid in children.read_text().split():
-                    private = Path(f"/proc/{pid}/root/run/systemd/private")
+                    private = Path("/proc", pid, "root", "run/systemd/private")
                     if Path(f"/proc/{pid}/comm").read_text().strip() == "systemd" and private.exists():
                         return int(pid)
             time.sleep(0.05)
