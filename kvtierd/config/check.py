@@ -60,6 +60,16 @@ RULES = (
         ),
     ),
     Rule(
+        ("nvme.require", "nvme.mode"),
+        lambda required, mode: (required, mode) != ("o_direct", "buffered"),
+        lambda required, mode: f"{required} cannot be had while nvme.mode is {mode}; set nvme.mode to auto",
+    ),
+    Rule(
+        ("nvme.require", "nvme.io"),
+        lambda required, io: not (required in {"gds", "kvikio"} and io == "posix"),
+        lambda required, io: f"{required} cannot be had while nvme.io is {io}; set nvme.io to auto",
+    ),
+    Rule(
         ("leases.ttl_ms", "leases.max_ttl_ms"),
         lambda ttl, longest: ttl <= longest,
         lambda ttl, longest: f"{ttl} is over leases.max_ttl_ms, {longest}; lower it or raise the maximum",

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvtierd.core.units import GIB, MIB, PAGE_BYTES
+from kvtierd.core.units import GIB, KIB, MIB, PAGE_BYTES
 
 _BYTES = {"unit": "bytes"}
 _LIVE = Meta(extra={"reload": True})
@@ -86,10 +86,16 @@ class Nvme(_Section, frozen=True, kw_only=True):
     """Bytes on disk, everything counted; 0 takes half of what is free, at most 64 GiB."""
     segment_bytes: Annotated[int, Meta(ge=MIB, le=16 * GIB, multiple_of=PAGE_BYTES, extra=_BYTES)] = 256 * MIB
     """Bytes of one segment file; a block must fit in it."""
+    io: Literal["auto", "kvikio", "posix"] = "auto"
+    """Engine: `auto` takes KvikIO where GPUDirect Storage works, else our own reader and writer (posix)."""
     mode: Literal["auto", "direct", "buffered"] = "auto"
     """`direct` is required: start fails where the file system refuses O_DIRECT. `auto` falls back and says so."""
+    require: Literal["", "o_direct", "kvikio", "gds"] = ""
+    """What start must find, or fail: O_DIRECT by either engine, KvikIO in any mode, or GPUDirect Storage."""
     io_threads: Annotated[int, Meta(ge=1, le=64)] = 4
     """Threads that read and write segments."""
+    kvikio_task_bytes: Annotated[int, Meta(ge=64 * KIB, le=GIB, multiple_of=PAGE_BYTES, extra=_BYTES)] = 4 * MIB
+    """KvikIO cuts larger transfers into tasks of this size; it has `io_threads` threads of its own."""
     write_queue_bytes: Annotated[int, Meta(ge=MIB, le=1 << 50, extra=_BYTES)] = 512 * MIB
     """Most bytes waiting for write-behind; beyond it new blocks stay in host only and are counted as dropped."""
     admission: Literal["all", "second-access", "budgeted"] = "all"

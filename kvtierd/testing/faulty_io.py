@@ -82,9 +82,10 @@ class FaultyIo:
         """The inner engine's mode."""
         return self.inner.mode
 
-    @mode.setter
-    def mode(self, mode: IoMode) -> None:
-        self.inner.mode = mode
+    @property
+    def direct(self) -> bool:
+        """Whether the inner engine bypasses the page cache."""
+        return self.inner.direct
 
     @property
     def notes(self) -> list[str]:

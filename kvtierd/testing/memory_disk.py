@@ -131,6 +131,7 @@ class MemoryIo:
     def __init__(self, disk: MemoryDisk) -> None:
         self.disk = disk
         self.mode = IoMode.BUFFERED
+        self.direct = False
         self.notes: list[str] = []
 
     def metadata(self, directory: Path) -> MemoryMetadata:  # noqa: ARG002

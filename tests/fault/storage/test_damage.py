@@ -10,9 +10,19 @@ import pytest
 from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.core.units import KIB
 from kvtierd.storage import Extent, SegmentStore
-from kvtierd.storage.io_posix import PosixIo
 from kvtierd.testing.faulty_io import Call, Fault, FaultyIo
-from tests.unit.storage.blocks import Block, by_key, forget_index, known, namespace, opened, put, readable, run
+from tests.unit.storage.blocks import (
+    Block,
+    by_key,
+    engine,
+    forget_index,
+    known,
+    namespace,
+    opened,
+    put,
+    readable,
+    run,
+)
 
 TINY = {"capacity": 600 * KIB, "segment_bytes": 100 * KIB}
 RECORD = 12 * KIB
@@ -231,7 +241,7 @@ def test_segment_with_an_unreadable_page_is_written_no_more(folder: Path) -> Non
             reads_it = call.operation == "read" and call.offset <= at < call.offset + call.length
             return Fault() if reads_it else None
 
-        io = FaultyIo(PosixIo(), bad_sector)
+        io = FaultyIo(engine(), bad_sector)
         async with opened(folder, io, **TINY) as (store, found):
             assert {key.tobytes() for key in found.keys} == {known(n).key for n in range(4)}
             assert any("1 pages could not be read" in note for note in found.notes)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from kvtierd.core.units import KIB, MIB
 from kvtierd.storage import Extent, ReadItem, Recovered, SegmentStore, WriteItem
 from kvtierd.storage.buffers import page_buffer
 from kvtierd.storage.io import StorageIo
+from kvtierd.storage.io_posix import PosixIo
 
 SMALL = Geometry(block_size=16, layers=2, kv_heads=2, k_dim=32, v_dim=32, dtype="fp16")
 """8 KiB and no padding; a record takes 12 KiB."""
@@ -78,6 +80,20 @@ def memory(size: int, *, aligned: bool = True) -> Bytes:
     return page_buffer(size) if aligned else page_buffer(size + 4096)[8 : 8 + size]
 
 
+ENGINE = os.environ.get("KVTIERD_TEST_ENGINE", "posix")
+"""Engine of every test that injects none; the integration tests run all of them once more with kvikio."""
+
+
+def engine(wanted: Literal["auto", "direct", "buffered"] = "auto") -> StorageIo:
+    """The engine under test."""
+    if ENGINE == "posix":
+        return PosixIo(wanted)
+    from kvtierd.storage.io_kvikio import KvikioIo
+    from kvtierd.storage.kvikio_trial import Verdict
+
+    return KvikioIo(wanted, trial=lambda _: Verdict(why="the driver is a stub"))
+
+
 def settings(directory: Path, **fields: Any) -> Nvme:
     given = {"capacity": 4 * MIB, "segment_bytes": 256 * KIB, **fields}
     return Nvme(directory=str(directory), **given)
@@ -87,7 +103,7 @@ def settings(directory: Path, **fields: Any) -> Nvme:
 async def opened(
     directory: Path, io: StorageIo | None = None, **fields: Any
 ) -> AsyncIterator[tuple[SegmentStore, Recovered]]:
-    store = SegmentStore(settings(directory, **fields), clock=ManualClock(), io=io)
+    store = SegmentStore(settings(directory, **fields), clock=ManualClock(), io=io or engine())
     found = await store.open()
     try:
         yield store, found

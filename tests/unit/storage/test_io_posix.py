@@ -15,9 +15,9 @@ from kvtierd.core.errors import ExitCode, StartupError
 from kvtierd.core.units import MIB
 from kvtierd.storage import IoMode
 from kvtierd.storage.buffers import Scratch, page_buffer
-from kvtierd.storage.io import read_exact, write_exact
+from kvtierd.storage.io import StorageIo, read_exact, write_exact
 from kvtierd.storage.io_posix import PosixIo
-from tests.unit.storage.blocks import ODD, Block, by_key, memory, namespace, opened, put, readable, run
+from tests.unit.storage.blocks import ODD, Block, by_key, engine, memory, namespace, opened, put, readable, run
 
 
 def no_direct(path: Path, flags: int, mode: int) -> int:
@@ -27,7 +27,7 @@ def no_direct(path: Path, flags: int, mode: int) -> int:
     return os.open(path, flags, mode)
 
 
-async def stores_blocks_of_odd_sizes(directory: Path, io: PosixIo) -> None:
+async def stores_blocks_of_odd_sizes(directory: Path, io: StorageIo) -> None:
     """Odd sizes, unaligned memory, and all of it again after reopening."""
     blocks = [Block(n, namespace(ODD), aligned=n % 2 == 0) for n in range(8)]
     fields = {"capacity": 2 * MIB, "segment_bytes": MIB}
@@ -45,11 +45,11 @@ async def stores_blocks_of_odd_sizes(directory: Path, io: PosixIo) -> None:
 
 
 def test_case_13_o_direct_on_tmpfs(shm: Path) -> None:
-    run(lambda: stores_blocks_of_odd_sizes(shm, PosixIo()))
+    run(lambda: stores_blocks_of_odd_sizes(shm, engine()))
 
 
 def test_case_13_o_direct_on_the_file_system_of_the_tests(tmp_path: Path) -> None:
-    run(lambda: stores_blocks_of_odd_sizes(tmp_path, PosixIo()))
+    run(lambda: stores_blocks_of_odd_sizes(tmp_path, engine()))
 
 
 def test_case_13_o_direct_on_overlay(mounted) -> None:
@@ -57,7 +57,7 @@ def test_case_13_o_direct_on_overlay(mounted) -> None:
     for name in ("lower", "upper", "work"):
         (base / name).mkdir()
     point = mounted("overlay", f"lowerdir={base}/lower,upperdir={base}/upper,workdir={base}/work")
-    run(lambda: stores_blocks_of_odd_sizes(point, PosixIo()))
+    run(lambda: stores_blocks_of_odd_sizes(point, engine()))
 
 
 def test_case_13_o_direct_on_ext4(mounted, tmp_path: Path) -> None:
@@ -68,9 +68,9 @@ def test_case_13_o_direct_on_ext4(mounted, tmp_path: Path) -> None:
         pytest.skip("there is no mkfs.ext4")
     subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
     point = mounted.image(image)
-    io = PosixIo("direct")
+    io = engine("direct")
     run(lambda: stores_blocks_of_odd_sizes(point, io))
-    assert io.mode is IoMode.DIRECT
+    assert io.direct
 
 
 def test_case_13_refused_o_direct_falls_back_and_says_so(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_case_03_transfer_that_makes_no_progress_is_an_error(most: int) -> None:
 
 
 def test_unaligned_memory_larger_than_the_scratch_arrives_whole(tmp_path: Path) -> None:
-    io = PosixIo()
+    io = engine()
     io.probe(tmp_path)
     size = 5 * Scratch.BOUNCE_BYTES // 2
     file = io.create(tmp_path / "file", 2 * size)
@@ -177,7 +177,7 @@ def test_unaligned_memory_larger_than_the_scratch_arrives_whole(tmp_path: Path) 
 
 def test_file_that_cannot_be_allocated_leaves_nothing_behind(mounted) -> None:
     point = mounted("tmpfs", "size=1m")
-    io = PosixIo()
+    io = engine()
     io.probe(point)
     with pytest.raises(OSError, match="No space"):
         io.create(point / "file", 4 * MIB)
