@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 
 from kvtierd.core.clock import Clock
 from kvtierd.core.errors import ErrorCode, RequestError
@@ -15,6 +15,7 @@ from kvtierd.protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
     AcquireReply,
+    AnyReply,
     AnyRequest,
     Commit,
     ErrorReply,
@@ -28,10 +29,12 @@ from kvtierd.protocol.messages import (
     Unpin,
 )
 from kvtierd.protocol.outbox import Outbox
-from kvtierd.protocol.service import Answer, Service
+from kvtierd.protocol.service import Answer, Observer, Service, Session
 from kvtierd.protocol.sessions import Limits, Peer, SessionTable
 
 log = logging.getLogger(__name__)
+
+Frames = Sequence[memoryview]
 
 _CHEAP = frozenset({Lookup, Release, Abort, Commit, Unpin, Stats, RegisterNamespace})
 """Taken up even where the session has all its requests in flight: they only read, or give something back."""
@@ -55,6 +58,7 @@ class Dispatcher:
         epoch: int,
         name: str,
         arena_path: str,
+        observer: Observer | None = None,
     ) -> None:
         self._service = service
         self._sessions = sessions
@@ -65,6 +69,7 @@ class Dispatcher:
         self._epoch = epoch
         self._name = name
         self._arena_path = arena_path
+        self._observe = observer or _nobody
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._reported: set[tuple[type, str, int]] = set()
@@ -101,11 +106,16 @@ class Dispatcher:
             raise RequestError(ErrorCode.BUSY, message, retry_after_ms=10)
         if kind not in _CHEAP:
             self._check_load(peer)
-        answer = self._service.handle(peer.session, request, frames)
+        try:
+            answer = self._service.handle(peer.session, request, frames)
+        except RequestError as error:
+            self._observe(peer.session, request, frames, now_ns, error.code)
+            raise
         if type(answer) is Answer:
             self._reply(peer, request, answer)
+            self._observe(peer.session, request, frames, now_ns, answer.reply)
         else:
-            self._start(peer, request, answer, now_ns)  # type: ignore[arg-type]
+            self._start(peer, request, frames, answer, now_ns)  # type: ignore[arg-type]
 
     def _peer(self, rid: bytes, request: AnyRequest) -> Peer:
         if request.epoch != self._epoch:
@@ -140,30 +150,45 @@ class Dispatcher:
         )
         self._reply(peer, request, Answer(reply))
 
-    def _start(self, peer: Peer, request: AnyRequest, awaitable: Awaitable[Answer], now_ns: int) -> None:
+    def _start(
+        self, peer: Peer, request: AnyRequest, frames: Frames, awaitable: Awaitable[Answer], now_ns: int
+    ) -> None:
         if len(peer.tasks) >= self._limits.max_inflight:
             _drop(awaitable)
             raise RequestError(ErrorCode.BUSY, "too many requests of this session are in flight", retry_after_ms=10)
         budget_s = self._limits.default_deadline_s
         if request.deadline_ns > 0:
             budget_s = min(budget_s, (request.deadline_ns - now_ns) / 1e9)
-        task = self._loop.create_task(self._finish(peer, request, awaitable, budget_s))
+        task = self._loop.create_task(self._finish(peer, request, frames, awaitable, now_ns, budget_s))
         peer.tasks.add(task)
         self._tasks.add(task)
         task.add_done_callback(peer.tasks.discard)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: _drop(awaitable))
 
-    async def _finish(self, peer: Peer, request: AnyRequest, awaitable: Awaitable[Answer], budget_s: float) -> None:
+    async def _finish(
+        self,
+        peer: Peer,
+        request: AnyRequest,
+        frames: Frames,
+        awaitable: Awaitable[Answer],
+        begin_ns: int,
+        budget_s: float,
+    ) -> None:
+        failure: RequestError | None = None
         try:
             answer = await self._in_time(peer, awaitable, budget_s)
             self._reply(peer, request, answer)
+            self._observe(peer.session, request, frames, begin_ns, answer.reply)
         except TimeoutError:
-            self.fail(peer.rid, request.id, RequestError(ErrorCode.DEADLINE, f"not done within {budget_s:.3f} s"))
+            failure = RequestError(ErrorCode.DEADLINE, f"not done within {budget_s:.3f} s")
         except RequestError as error:
-            self.fail(peer.rid, request.id, error)
+            failure = error
         except Exception as error:  # noqa: BLE001 - it is logged
-            self.fail(peer.rid, request.id, self.bug(error))
+            failure = self.bug(error)
+        if failure is not None:
+            self.fail(peer.rid, request.id, failure)
+            self._observe(peer.session, request, frames, begin_ns, failure.code)
 
     @staticmethod
     async def _in_time(peer: Peer, awaitable: Awaitable[Answer], budget_s: float) -> Answer:
@@ -201,7 +226,7 @@ class Dispatcher:
         with contextlib.suppress(RequestError):  # it ended meanwhile, which is all we wanted
             result = self._service.handle(peer.session, request, ())
             if type(result) is not Answer:
-                self._start(peer, request, result, self._clock.now_ns())  # type: ignore[arg-type]
+                self._start(peer, request, (), result, self._clock.now_ns())  # type: ignore[arg-type]
 
     def fail(self, rid: bytes, request_id: int, error: RequestError) -> None:
         """Answer with an error."""
@@ -225,6 +250,10 @@ class Dispatcher:
             self._reported.add(place)
             log.error("a request failed; from now on failures at this place are only counted", exc_info=error)
         return RequestError(ErrorCode.INTERNAL, f"{type(error).__name__} in the daemon; its journal has the details")
+
+
+def _nobody(_session: Session, _request: AnyRequest, _frames: Frames, _begin_ns: int, _outcome: AnyReply | str) -> None:
+    """Nobody observes."""
 
 
 def _drop(awaitable: object) -> None:

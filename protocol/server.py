@@ -26,7 +26,7 @@ from kvtierd.protocol.messages import (
     MAX_BATCH,
 )
 from kvtierd.protocol.outbox import Outbox
-from kvtierd.protocol.service import ChunkSource, Service, Session
+from kvtierd.protocol.service import ChunkSource, Observer, Service, Session
 from kvtierd.protocol.sessions import Limits, SessionTable
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class Server:
         chunks: ChunkSource | None = None,
         clock: Clock | None = None,
         name: str = "kvtierd",
+        observer: Observer | None = None,
     ) -> None:
         self.path = Path(folder) / SOCKET_NAME
         self.endpoint = f"ipc://{self.path}"
@@ -66,6 +67,7 @@ class Server:
         self._service = service
         self._clock = clock or SystemClock()
         self._name = name
+        self._observer = observer
         self.sessions = SessionTable(
             service,
             tenant,
@@ -139,6 +141,7 @@ class Server:
             epoch=self.epoch,
             name=self._name,
             arena_path=str(self.arena.path) if self.arena is not None else "",
+            observer=self._observer,
         )
 
     def stop_taking(self) -> None:

@@ -79,6 +79,21 @@ class Service(Protocol):
         ...
 
 
+class Observer(Protocol):
+    """Told of every request that reached the service, once, when its answer or its error is known."""
+
+    def __call__(
+        self,
+        session: Session,
+        request: AnyRequest,
+        frames: Sequence[memoryview],
+        begin_ns: int,
+        outcome: AnyReply | str,
+    ) -> None:
+        """`begin_ns` is when it was taken up (CLOCK_MONOTONIC), `outcome` its reply or the code of its error."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkFiles:
     """What the arena socket hands out for one chunk."""
