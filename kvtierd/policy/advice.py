@@ -78,8 +78,8 @@ def advise(fetch_s: Costs, compute_s: float, latency_s: float = 0.0) -> Advice:
     """
     if not (0 < compute_s < math.inf and latency_s >= 0) or not (fetch_s >= 0).all():
         raise ValueError(
-            f"computing a block takes {compute_s} s, latency {latency_s} s and fetching one {fetch_s.min(initial=0)} s or"
-            " more; times must be positive, and that of computing finite"
+            f"computing a block takes {compute_s} s, latency {latency_s} s and fetching one {fetch_s.min(initial=0)} s"
+            " or more; times must be positive, and that of computing finite"
         )
     out = np.zeros(2)
     load = _best(fetch_s, compute_s, latency_s, out)

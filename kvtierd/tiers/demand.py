@@ -16,7 +16,7 @@ from kvtierd.core.units import PAGE_BYTES
 from kvtierd.policy.ghosts import MULTIPLES, GhostHits
 from kvtierd.policy.heat import heat_of, touch_heat
 from kvtierd.protocol.messages import TIER_HOST
-from kvtierd.tiers.blocks import PREFETCHED, VISIBLE, Rows
+from kvtierd.tiers.blocks import PREFETCHED, RETURNED, VISIBLE, Rows
 from kvtierd.tiers.copies import Copies
 
 SECOND_NS = 1_000_000_000
@@ -48,12 +48,11 @@ class Demand:
 
     def read(self, rows: Rows, slot_bytes: int, sources: Masks) -> None:
         """A client reads these blocks, in prefix order; `sources` says where they were when it asked."""
-        ahead = self._copies.blocks.marked(rows, PREFETCHED)
-        if count := int(np.count_nonzero(ahead)):
-            used = int(np.count_nonzero(sources[ahead] & TIER_HOST))
-            self._copies.counters["prefetch_used_blocks"] += used
-            self._copies.counters["prefetch_late_blocks"] += count - used
-            self._copies.blocks.unmark_as(rows[ahead], PREFETCHED)
+        marks = self._copies.blocks.table.marks[rows]
+        if np.count_nonzero(ahead := marks & PREFETCHED):
+            self._fetched_ahead(rows, sources, ahead != 0)
+        if np.count_nonzero(marks & RETURNED) < rows.size:
+            self._copies.blocks.mark_as(rows, RETURNED)
         self._used(rows, slot_bytes)
 
     def stored(self, rows: Rows, slot_bytes: int) -> None:
@@ -82,6 +81,12 @@ class Demand:
             for multiple, count in hits.items():
                 found[ghost_metric(tier, multiple)] = round(count)
         return found
+
+    def _fetched_ahead(self, rows: Rows, sources: Masks, ahead: npt.NDArray[np.bool_]) -> None:
+        there = int(np.count_nonzero(sources[ahead] & TIER_HOST))
+        self._copies.counters["prefetch_used_blocks"] += there
+        self._copies.counters["prefetch_late_blocks"] += int(np.count_nonzero(ahead)) - there
+        self._copies.blocks.unmark_as(rows[ahead], PREFETCHED)
 
     def _used(self, rows: Rows, slot_bytes: int) -> None:
         table = self._copies.blocks.table

@@ -123,7 +123,7 @@ class Reads:
         if request.ttl_ms < 0:
             raise RequestError(ErrorCode.BAD_ARGUMENT, f"ttl_ms is {request.ttl_ms}; 0 asks for the default")
         entry = namespace_of(session, request.namespace)
-        keys = keys_of(frames[0])
+        keys, parent = keys_of(frames[0]), parent_of(request.parent)
         rows = self._copies.blocks.find_prefix(keys, entry.number)
         if not rows.size:
             return Answer(AcquireReply(id=0, lease=0, count=0), [b"", b""])
@@ -131,10 +131,10 @@ class Reads:
         cls = self._copies.host_class(entry)
         slots = self._copies.blocks.table.host_slot[rows]
         if request.verify or (slots < 0).any():
-            return self._acquire_slowly(session, request, entry, keys)
+            return self._acquire_slowly(session, request, entry, keys, parent)
         self._copies.host.pool.hold(slots)
         self._copies.host.touch(cls, slots)
-        self._used(entry, cls, rows, sources, request.parent)
+        self._used(entry, cls, rows, sources, parent)
         self.prefetcher.follow(session, entry, rows)
         return self._grant(session, request, cls, slots, sources)
 
@@ -153,7 +153,7 @@ class Reads:
         shape = entry.geometry
         cls = self._copies.host_class(entry)
         limit = max(1, self._message_bytes // shape.block_bytes)
-        rows, sources, slots = await self._hold(entry, keys_of(frames[0]), limit, parent=request.parent)
+        rows, sources, slots = await self._hold(entry, keys_of(frames[0]), limit, parent_of(request.parent))
         good = 0
         self._speeds.host.begin()
         try:
@@ -217,13 +217,12 @@ class Reads:
         self._copies.counters["advised_lookups"] += 1
         self._copies.counters["advised_against_blocks"] += reply.hit - advice.load
 
-    def _used(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, sources: Masks, parent: bytes) -> None:
+    def _used(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, sources: Masks, parent: Keys | None) -> None:
         """These blocks are read, and are in host: heat, ghost hits, and another chance to be written to nvme."""
         self._demand.read(rows, entry.geometry.slot_bytes, sources)
         if self._offload is not None:
-            before = parent_of(parent)
-            open_end = before is not None and self._offload.follows_a_hole(
-                self._copies.blocks.row_of(before, entry.number)
+            open_end = parent is not None and self._offload.follows_a_hole(
+                self._copies.blocks.row_of(parent, entry.number)
             )
             self._offload.read(entry, cls, rows, open_end=open_end)
 
@@ -238,7 +237,7 @@ class Reads:
         return Answer(CountReply(id=0, count=await self.prefetcher.waited_for(Wish(session.id, rows), work)))
 
     async def _hold(
-        self, entry: NamespaceEntry, keys: Keys, limit: int = MAX_BATCH, parent: bytes = b""
+        self, entry: NamespaceEntry, keys: Keys, limit: int, parent: Keys | None
     ) -> tuple[Rows, Masks, Slots]:
         """Hold the leading run in host: (rows, where they were, slots of those that made it).
 
@@ -248,7 +247,7 @@ class Reads:
         while True:
             rows = self._copies.blocks.find_prefix(keys, entry.number)[:limit]
             sources, growing = self._copies.blocks.residency(rows), self._room.growing
-            self._copies.blocks.link_behind(parent_of(parent), entry.number, rows)
+            self._copies.blocks.link_behind(parent, entry.number, rows)
             try:
                 slots = await self._onboarder.hold_in_host(entry, rows)
             except RequestError:
@@ -262,13 +261,15 @@ class Reads:
             self._copies.host.release(self._copies.host_class(entry), slots)
             await self._room.next_chunk()
 
-    async def _acquire_slowly(self, session: Session, request: Acquire, entry: NamespaceEntry, keys: Keys) -> Answer:
+    async def _acquire_slowly(
+        self, session: Session, request: Acquire, entry: NamespaceEntry, keys: Keys, parent: Keys | None
+    ) -> Answer:
         cls, window = self._copies.host_class(entry), None
         if (run := self._copies.blocks.find_prefix(keys, entry.number)).size:
             # Starts a task, which begins after this request's own reads: those behind them never go first.
             window = self.prefetcher.follow(session, entry, run)
         try:
-            rows, sources, slots = await self._hold(entry, keys, parent=request.parent)
+            rows, sources, slots = await self._hold(entry, keys, MAX_BATCH, parent)
         except asyncio.CancelledError:
             if window is not None:
                 window.cancel()  # whoever does not wait for these blocks will not ask for the next
