@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from kvtierd.core.checksum import Bytes
 from kvtierd.core.errors import StorageError
@@ -46,6 +46,11 @@ class Appender:
             finally:
                 self._close_run(submit)
 
+    async def alone(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do something that changes the order of segments, while no batch is placed."""
+        async with self._lock:
+            await work()
+
     async def _place(self, draft: Draft, submit: Callable[[Run], None]) -> StorageError | None:
         """Place one draft. A returned error says that there is no room, so for the rest of the batch neither."""
         needed = draft.length + self._namespace_bytes(draft, None)
@@ -87,11 +92,12 @@ class Appender:
             self._run = Run(segment, segment.life)
         draft.segment, draft.life, draft.offset = segment.number, segment.life, segment.head
         draft.sequence = self._ring.sequences.take()
+        draft.origin = draft.origin or draft.sequence
         segment.head += draft.length
         if draft.item is not None:
             item = draft.item
             print_ = fingerprint(item.namespace, item.key)
-            draft.row = segment.rows.add(draft.offset, draft.length, draft.sequence, print_, item.tag)
+            draft.row = segment.rows.add(draft.offset, draft.length, draft.origin, print_, item.tag)
         self._run.add(draft)
 
     def _close_run(self, submit: Callable[[Run], None]) -> None:

@@ -16,6 +16,7 @@ from kvtierd.core.namespace import Namespace
 from kvtierd.core.units import PAGE_BYTES
 from kvtierd.storage.index_frames import ENTRY_DTYPE, KILL_ENTRY_DTYPE, Contents, Rows
 from kvtierd.storage.layout import Codec, block_shape
+from kvtierd.storage.record import Kill
 from kvtierd.storage.scan import Scan
 
 Mask = npt.NDArray[np.bool_]
@@ -76,8 +77,9 @@ class Facts:
         self.spaces = Spaces()
         self.heads: dict[int, Head] = {}
         self.lifetime_bytes = 0
-        self.mismatched = 0
-        """Blocks of scans that were left out: their geometry is not their namespace's, or that is not known."""
+        self.mismatched: list[Kill] = []
+        """Blocks of scans that were left out, as kills: their geometry is not their namespace's, or that is not known.
+        They must not come back when the namespace is known again."""
         self._blocks: list[Rows] = [np.empty(0, ENTRY_DTYPE)]
         self._kills: list[Rows] = [np.empty(0, KILL_ENTRY_DTYPE)]
 
@@ -144,11 +146,15 @@ class Facts:
         wanted = self.spaces.shapes()[spaces, rows["codec"]]
         same = (rows["count"] == wanted[:, 0]) & (rows["layer_bytes"] == wanted[:, 1])
         same &= (rows["layer_stride"] == wanted[:, 2]) & (wanted[:, 3] > 0)
-        self.mismatched += int(same.size - np.count_nonzero(same))
+        for row in rows[~same]:
+            self.mismatched.append(
+                (row["namespace"].tobytes(), row["key"].tobytes(), int(row["origin"] or row["sequence"]))
+            )
         kept = rows[same]
         entries = np.zeros(len(kept), ENTRY_DTYPE)
         for name in ("key", "sequence", "block_sum", "segment", "codec"):
             entries[name] = kept[name]
+        entries["origin"] = np.where(kept["origin"] > 0, kept["origin"], kept["sequence"])
         entries["page"] = kept["offset"] // PAGE_BYTES
         entries["space"] = spaces[same]
         return entries
@@ -168,7 +174,7 @@ class Facts:
 
 
 def alive(blocks: Rows, kills: Rows, generations: Mapping[int, int]) -> Numbers:
-    """Indices of the blocks that live: in a life that is, the newest of their key, killed by nothing.
+    """Indices of the blocks that live: in a life that is, the newest of their key by origin, killed by nothing.
 
     `generations` is the present life of each segment by id. A sequence number says which life a record is of: it is
     above its life's generation and below the next one's.
@@ -192,25 +198,26 @@ def _of_this_life(blocks: Rows, generations: Mapping[int, int]) -> Mask:
 def _newest(blocks: Rows, kills: Rows) -> Numbers:
     """Indices of blocks that are the newest of their key and struck out by no kill.
 
-    Blocks and kills are sorted together by identity and sequence number, a kill behind the block of its own number;
-    then a block lives just when it is the last of its group. Identities are sorted by 64 mixed bits; should two of
-    them be equal in these, they are sorted in full.
+    Blocks and kills are sorted together by identity and origin, a kill behind the blocks of its own number; then a
+    block lives just when it is the last of its group. Of two copies of one origin the later one wins. Identities are
+    sorted by 64 mixed bits; should two of them be equal in these, they are sorted in full.
     """
     total = len(blocks) + len(kills)
     words = np.empty((5, total), np.uint64)
     for part, rows in ((slice(0, len(blocks)), blocks), (slice(len(blocks), total), kills)):
         words[:4, part], words[4, part] = rows["key"].T, rows["space"]
-    sequence = np.concatenate([blocks["sequence"], kills["sequence"]])
+    origin = np.concatenate([blocks["origin"], kills["sequence"]])
+    sequence = np.concatenate([blocks["sequence"], np.zeros(len(kills), np.uint64)])
     is_kill = np.arange(total) >= len(blocks)
     mixed = words[0].copy()
     for word in words[1:]:
         mixed = (mixed ^ (mixed >> np.uint64(29))) * _MIX + word
-    order = np.lexsort((is_kill, sequence, mixed))
+    order = np.lexsort((sequence, is_kill, origin, mixed))
     same = (words[:, order][:, 1:] == words[:, order][:, :-1]).all(axis=0)
     if np.array_equal(same, mixed[order][1:] == mixed[order][:-1]):
         last = np.append(~same, True)
     else:
-        order = np.lexsort((is_kill, sequence, *words))
+        order = np.lexsort((sequence, is_kill, origin, *words))
         last = np.append((words[:, order][:, 1:] != words[:, order][:, :-1]).any(axis=0), True)
     winners: Numbers = order[last]
     return np.sort(winners[winners < len(blocks)])

@@ -29,6 +29,7 @@ ENTRY_DTYPE = np.dtype(
     [
         ("key", "<u8", 4),
         ("sequence", "<u8"),
+        ("origin", "<u8"),
         ("block_sum", "<u8"),
         ("segment", "<u4"),
         ("page", "<u4"),
@@ -45,7 +46,8 @@ HEAD_DTYPE = np.dtype([("generation", "<u8"), ("head", "<u8"), ("segment", "<u4"
 FRAME_ROWS = 1 << 14
 """Most rows of a frame, so that one damaged bit costs no more than these."""
 
-assert FRAME.size == ENTRY_DTYPE.itemsize == 64
+assert FRAME.size == 64
+assert ENTRY_DTYPE.itemsize == 72
 assert KILL_ENTRY_DTYPE.itemsize == 48
 assert HEAD_DTYPE.itemsize == 24
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -100,12 +100,17 @@ class IndexLog:
         self._writer = FrameWriter(self._uuid, number)
         self._sizes[index_name("journal", number)] = 0
 
-    async def checkpoint(self, generations: Mapping[int, int], written_bytes: int) -> None:
+    async def checkpoint(
+        self, generations: Mapping[int, int], written_bytes: int, is_covered: Callable[[], bool]
+    ) -> None:
         """Merge all that is in the index now into a checkpoint. Raises OSError.
 
-        `generations` is the present life of each segment by id; `written_bytes` what was written since the opening.
+        `generations` is the present life of each segment by id; `written_bytes` what was written since the opening;
+        `is_covered` says whether every record that a kill may be about lies before the heads in the index. If not,
+        kills are kept: a scan after a crash may meet their victims.
         """
         async with self._turn:
+            keep_kills = not is_covered()
             self._writer = None
             await self._next_journal()
             number = self._last
@@ -114,7 +119,8 @@ class IndexLog:
             raise OSError(0, "; ".join(loaded.notes) or "the index cannot be read")
         lifetime = self._lifetime_bytes + written_bytes
         writer = FrameWriter(self._uuid, number)
-        parts = await asyncio.to_thread(_checkpoint_frames, loaded.facts, generations, writer, lifetime)
+        merged = await asyncio.to_thread(_merged, loaded.facts, generations, keep_kills=keep_kills)
+        parts = await asyncio.to_thread(_checkpoint_frames, merged, writer, lifetime)
         await self._publish(number, parts)
 
     async def _publish(self, number: int, parts: list[bytes]) -> None:
@@ -155,24 +161,21 @@ def head_rows(facts: Facts) -> Rows:
     return rows
 
 
-def _checkpoint_frames(
-    facts: Facts, generations: Mapping[int, int], writer: FrameWriter, lifetime_bytes: int
-) -> list[bytes]:
-    """What lives of these facts, in the order of its place, as a whole file."""
+def _merged(facts: Facts, generations: Mapping[int, int], *, keep_kills: bool) -> Facts:
+    """What lives of these facts, in the order of its place."""
     merged = Facts()
     merged.spaces = facts.spaces
     blocks = facts.blocks[alive(facts.blocks, facts.kills, generations)]
     merged.add_blocks(blocks[np.lexsort((blocks["page"], blocks["segment"]))])
     merged.heads = {number: head for number, head in facts.heads.items() if generations.get(number) == head.generation}
-    merged.add_kills(facts.kills[facts.kills["sequence"] > _oldest_open(merged, generations)])
-    return [*encode_facts(merged, writer), writer.end(len(blocks), lifetime_bytes)]
+    if keep_kills:
+        merged.add_kills(facts.kills)
+    return merged
 
 
-def _oldest_open(facts: Facts, generations: Mapping[int, int]) -> int:
-    """The generation of the oldest life that a later start will scan, at least in part: nobody will look again at what
-    was killed in older ones."""
-    sealed = {number for number, head in facts.heads.items() if head.sealed}
-    return min((generation for number, generation in generations.items() if number not in sealed), default=1 << 63)
+def _checkpoint_frames(merged: Facts, writer: FrameWriter, lifetime_bytes: int) -> list[bytes]:
+    """Facts as a whole file."""
+    return [*encode_facts(merged, writer), writer.end(len(merged.blocks), lifetime_bytes)]
 
 
 def _number_of(name: str) -> int:

@@ -139,6 +139,18 @@ class BlockStore(Protocol):
         """Set who is told, on the loop, which (tag, extent) pairs are about to be recycled; reads of them then fail."""
         ...
 
+    def on_rewrite(
+        self,
+        heats: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float32]],
+        moved: Callable[[list[tuple[int, Extent, Extent]]], list[bool]],
+    ) -> None:
+        """Let the store write blocks again that are hot when their segment is recycled.
+
+        `heats` gives the heat of tags ([n] float32, 0 is cold). `moved` is told (tag, old extent, new extent), all
+        valid at that moment, and says which the caller still has at the old place: it uses the new one from then on.
+        """
+        ...
+
     def register(self, digest: bytes, namespace: Namespace) -> None:
         """Make a namespace known; it is written before its first block in each segment."""
         ...

@@ -36,6 +36,11 @@ class Journaling:
         self._scanned = {segment.number for segment in ring if segment.unsynced.dirty}
         self._waiting = Facts()
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether no segment waits to be entered as far as it is filled."""
+        return not self._scanned and not self._recovered and not any(segment.unreadable for segment in self._ring)
+
     def synced(self, segment: Segment, unsynced: Unsynced, head: int, *, sealed: bool) -> None:
         """A segment was synced: what is in it up to `head` is on stable storage."""
         waiting = self._waiting
@@ -91,7 +96,8 @@ class Journaling:
         offsets = np.array([segment.rows.offsets[row] for row, _ in unsynced.blocks], np.uint64)
         entries["page"] = offsets // PAGE_BYTES
         entries["segment"] = segment.number
-        entries["block_sum"] = unsynced.block_sums
+        entries["origin"] = entries["sequence"]
+        entries["sequence"], entries["block_sum"] = zip(*unsynced.placed, strict=True)
         return entries
 
     def _kills(self, kills: Sequence[Kill]) -> Rows:

@@ -22,9 +22,9 @@ RECORD_MAGIC = b"KVTRECRD"
 
 SUPERBLOCK = struct.Struct("<8sQII16sQ")
 """magic, checksum, version, copy, uuid, epoch."""
-SEGMENT = struct.Struct("<8sQII16sQQQ")
-"""magic, checksum, version, segment, uuid, generation, salt, segment_bytes."""
-RECORD = struct.Struct("<8sQHBBIQQQIIQ32s32sQIIII40x")
+SEGMENT = struct.Struct("<8sQII16sQQQI")
+"""magic, checksum, version, segment, uuid, generation, salt, segment_bytes, free."""
+RECORD = struct.Struct("<8sQHBBIQQQIIQ32s32sQIIIIQ32x")
 """As RECORD_DTYPE."""
 
 RECORD_DTYPE = np.dtype(
@@ -48,7 +48,8 @@ RECORD_DTYPE = np.dtype(
         ("layer_stride", "<u4"),
         ("scale_offset", "<u4"),
         ("scale_bytes", "<u4"),
-        ("reserved", "V40"),
+        ("origin", "<u8"),
+        ("reserved", "V32"),
     ]
 )
 """A record header without its body: what a scan keeps of each record, as columns."""
@@ -65,7 +66,7 @@ DIGEST_ZERO = bytes(32)
 FIRST_RECORD = PAGE_BYTES
 
 assert SUPERBLOCK.size == 48
-assert SEGMENT.size == 64
+assert SEGMENT.size == 68
 assert RECORD.size == RECORD_DTYPE.itemsize == 192
 assert KILL_DTYPE.itemsize == 72
 MAX_KILLS = (MAX_HEADER_BYTES - RECORD.size) // KILL_DTYPE.itemsize

@@ -100,7 +100,7 @@ def _header(segment: Segment, uuid: bytes, pool: IoPool) -> asyncio.Future[Found
 
     def read(scratch: Scratch) -> FoundHeader:
         found = read_headers(segment.file, segment.number, uuid, scratch)
-        if found.life is None or not found.problem or found.life.size_bytes != segment.size_bytes:
+        if found.life is None or found.life.free or not found.problem or found.life.size_bytes != segment.size_bytes:
             return found
         try:
             write_headers(segment.file, found.life, uuid, scratch)
@@ -151,7 +151,8 @@ async def _recover(
     counters: Counter[str],
 ) -> Opened:
     for item in sorted(found, key=lambda item: item.header.life.generation if item.header.life else 0):
-        item.segment.life = item.header.life
+        life = item.header.life
+        item.segment.life = life if life is not None and not life.free else None
         ring.add(item.segment)
     removed = await ring.shrink()
     index = IndexLog(files, block.uuid, loaded, counters)
@@ -163,8 +164,8 @@ async def _recover(
     if removed:
         recovered.notes.insert(0, f"the capacity is lower than before: {removed} segments were removed, oldest first")
     for item in reversed(found):
-        lost = "; it is reused" if item.header.life is None else ""
+        lost = "; it is reused" if item.header.lost else ""
         if item.header.problem:
             recovered.notes.insert(0, f"segment {item.segment.number}: {item.header.problem}{lost}")
-    recovered.dropped += sum(item.header.life is None for item in found)
+    recovered.dropped += sum(item.header.lost for item in found)
     return Opened(ring, index, recovered, reopening)

@@ -27,18 +27,22 @@ class Kind(enum.IntEnum):
 
 
 Kill = tuple[bytes, bytes, int]
-"""Namespace digest, key and sequence number of what a tombstone kills."""
+"""Namespace digest and key of what a tombstone kills, and the largest origin that it kills."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Life:
-    """One life of a segment: what every record header of it must name, and the seed of their checksums."""
+    """One life of a segment: what every record header of it must name, and the seed of their checksums.
+
+    A life that is `free` has no records: it ends another one, and is ended before a record is written.
+    """
 
     segment: int
     generation: int
     salt: int
     size_bytes: int
     version: int = FORMAT_VERSION
+    free: bool = False
 
     @property
     def end_bytes(self) -> int:
@@ -53,7 +57,10 @@ class Life:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """The fields of a header that vary; position and generation come from where it lies."""
+    """The fields of a header that vary; position and generation come from where it lies.
+
+    `origin` is the sequence number under which a block was first stored: not its own where it was written again.
+    """
 
     kind: Kind
     offset: int
@@ -69,6 +76,7 @@ class RecordHeader:
     codec: int = Codec.RAW
     scale_offset: int = 0
     scale_bytes: int = 0
+    origin: int = 0
 
     @property
     def length(self) -> int:
@@ -104,6 +112,7 @@ def encode(header: RecordHeader, body: Bytes, life: Life, target: Bytes) -> None
         header.layer_stride,
         header.scale_offset,
         header.scale_bytes,
+        header.origin or header.sequence if life.version > 1 else 0,
     )
     RECORD.pack_into(target.data, 0, RECORD_MAGIC, 0, *fields)
     target[RECORD.size : end] = body
@@ -130,28 +139,14 @@ def decode(view: Bytes, life: Life, offset: int) -> RecordHeader | None:
     if size == 0 or size > view.size:
         return None
     values = RECORD.unpack_from(view.data)
-    _, checksum, _, kind, codec, _, payload, sequence, _, segment, count, at, digest, key, total, *form = values
+    _, checksum, _, kind, codec, _, payload, sequence, _, segment, count, at, digest, key, total, *form, origin = values
     if xxhash.xxh3_64_intdigest(view[CHECKED_FROM:size].data, life.seed) != checksum:
         return None
     if segment != life.segment or at != offset or codec not in CODECS or kind not in Kind._value2member_map_:
         return None
-    layer, stride, scale_offset, scale_bytes = form
-    header = RecordHeader(
-        Kind(kind),
-        offset,
-        sequence,
-        size,
-        payload,
-        count,
-        digest,
-        key,
-        total,
-        layer,
-        stride,
-        codec,
-        scale_offset,
-        scale_bytes,
-    )
+    layer, stride, *scales = form
+    about = (size, payload, count, digest, key, total, layer, stride, codec, *scales, origin or sequence)
+    header = RecordHeader(Kind(kind), offset, sequence, *about)
     return header if _consistent(header, life) else None
 
 
@@ -160,6 +155,8 @@ def _consistent(header: RecordHeader, life: Life) -> bool:
     if header.header_bytes != layout.header_bytes(header.body_bytes):
         return False
     if header.offset + header.length > life.end_bytes:
+        return False
+    if header.origin > header.sequence:
         return False
     scales = header.scale_offset + header.scale_bytes
     if scales != (header.layer_bytes if header.codec != Codec.RAW else 0):

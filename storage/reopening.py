@@ -14,7 +14,7 @@ from kvtierd.storage.index_load import Loaded
 from kvtierd.storage.interface import Recovered
 from kvtierd.storage.layout import FIRST_RECORD, SEQUENCE_BITS
 from kvtierd.storage.pool import IoPool
-from kvtierd.storage.record import Life
+from kvtierd.storage.record import Kill, Life
 from kvtierd.storage.recovery import Live, as_recovered, live_blocks
 from kvtierd.storage.ring import Ring, Sequences
 from kvtierd.storage.scan import Scan, Scanner
@@ -98,7 +98,7 @@ class Reopening:
             assert segment.life is not None
             part = slice(begin, end)
             lengths = live.lengths[part]
-            segment.rows = Rows.of(offsets[part], lengths.astype(np.uint64), rows["sequence"][part], prints[part])
+            segment.rows = Rows.of(offsets[part], lengths.astype(np.uint64), rows["origin"][part], prints[part])
             segment.live_count, segment.live_bytes = lengths.size, int(lengths.sum())
             head = self._head(segment.life)
             segment.journaled = (head.head, head.sealed) if head is not None else None
@@ -130,6 +130,11 @@ class Reopening:
         elif scan is not None and scan.unreadable == 0:
             self._ring.resume(scan.end)
 
+    @property
+    def dropped(self) -> list[Kill]:
+        """Blocks that were left out though their records are whole."""
+        return self._facts.mismatched
+
     def facts_at_once(self) -> Facts:
         """What the journal must know before anything is written: that the segment that goes on is not sealed."""
         facts = Facts()
@@ -147,7 +152,7 @@ class Reopening:
                 recovered.notes.append(f"segment {scan.life.segment}: {scan.dropped} torn or damaged records dropped")
             if scan.unreadable:
                 recovered.notes.append(f"segment {scan.life.segment}: {scan.unreadable} pages could not be read")
-        unknown = live.unknown + self._facts.mismatched
+        unknown = live.unknown + len(self._facts.mismatched)
         if unknown:
             recovered.notes.append(f"{unknown} blocks dropped whose namespace is not known or has another geometry")
         if live.cut_off:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import secrets
 from collections import deque
@@ -14,11 +15,11 @@ from kvtierd.core.units import PAGE_BYTES, format_bytes
 from kvtierd.storage.buffers import Scratch
 from kvtierd.storage.interface import Extent
 from kvtierd.storage.io import SegmentFile, StorageIo
-from kvtierd.storage.layout import segment_name
+from kvtierd.storage.layout import FIRST_RECORD, segment_name
 from kvtierd.storage.pool import IoPool
 from kvtierd.storage.record import Life
 from kvtierd.storage.segment import NO_TAG, Segment, write_headers
-from kvtierd.storage.space import Plan
+from kvtierd.storage.space import MIN_SEGMENTS, Plan, Punchable
 
 T = TypeVar("T")
 
@@ -55,6 +56,10 @@ class Ring:
         self.sequences = Sequences(1)
         self.tell: Reclaimed = lambda _: None
         self.sealed: Callable[[], None] = lambda: None
+        self.header_written: Callable[[], None] = lambda: None
+        """Called after each writing of a header."""
+        self.metadata_bytes: Callable[[], int] = lambda: 0
+        """What the index takes beyond what the plan sets aside for it."""
         self.reclaimed_segments = 0
 
     def __iter__(self) -> Iterator[Segment]:
@@ -83,12 +88,32 @@ class Ring:
 
     def used_bytes(self) -> int:
         """What the store takes on the disk, everything counted."""
-        return self.plan.footprint(sum(segment.size_bytes for segment in self), len(self._segments))
+        return self._footprint_with(0, 0)
 
     @property
     def largest_record(self) -> int:
         """Bytes that the records of one segment can have."""
         return self.plan.segment_bytes - 2 * PAGE_BYTES
+
+    @property
+    def oldest(self) -> Segment | None:
+        """The segment that is recycled next."""
+        return self._sealed[0] if self._sealed else None
+
+    def has_room(self) -> bool:
+        """Whether another segment can be begun without recycling one."""
+        grown = self._footprint_with(self.plan.segment_bytes, 1)
+        return bool(self._free) or grown <= self.plan.capacity_bytes
+
+    def _footprint_with(self, size_bytes: int, count: int) -> int:
+        """What the store would take with more segments."""
+        sizes = sum(segment.size_bytes for segment in self) + size_bytes
+        return self.plan.footprint(sizes, len(self._segments) + count) + self.metadata_bytes()
+
+    async def reclaim_if_oldest(self, segment: Segment) -> None:
+        """Recycle a segment now, unless somebody else has."""
+        if segment is self.oldest and not self.has_room():
+            await self._reclaim_oldest()
 
     def seal(self) -> None:
         """Write no more into the active segment; `sealed` is called."""
@@ -122,15 +147,15 @@ class Ring:
     async def _usable_free(self) -> Segment | None:
         while self._free:
             segment = self._free.pop()
-            if segment.size_bytes == self.plan.segment_bytes:
+            fits = self.used_bytes() <= self.plan.capacity_bytes or len(self._segments) <= MIN_SEGMENTS
+            if segment.size_bytes == self.plan.segment_bytes and fits:
                 return segment
             await self._remove(segment)
         return None
 
     async def _create(self) -> Segment | None:
         size = self.plan.segment_bytes
-        grown = self.plan.footprint(sum(segment.size_bytes for segment in self) + size, len(self._segments) + 1)
-        if grown > self.plan.capacity_bytes:
+        if self._footprint_with(size, 1) > self.plan.capacity_bytes:
             return None
         number = next(n for n in range(len(self._segments) + 1) if n not in self._segments)
         path = self._directory / segment_name(number)
@@ -166,6 +191,7 @@ class Ring:
             self._free.append(segment)
             raise StorageError(f"cannot write the header of {segment.path}: {error.strerror or error}") from error
         segment.life = life
+        self.header_written()
 
     def _write_header(self, segment: Segment, life: Life, scratch: Scratch) -> None:
         write_headers(segment.file, life, self._uuid, scratch)
@@ -180,9 +206,27 @@ class Ring:
         self._sealed.popleft()
         self._announce(segment)
         await segment.idle()
+        await self._empty(segment)
         segment.clear()
         self._free.append(segment)
         self.reclaimed_segments += 1
+
+    async def _empty(self, segment: Segment) -> None:
+        """Begin a life in which nothing is, and give the old one's pages back to the device.
+
+        A start after a crash must not find the old life, which is punched out. What fails here costs nothing: the
+        segment is given another life before it is written.
+        """
+        life = Life(segment.number, self.sequences.take(), secrets.randbits(64), segment.size_bytes, free=True)
+
+        def empty(scratch: Scratch) -> None:
+            write_headers(segment.file, life, self._uuid, scratch)
+            if isinstance(segment.file, Punchable):
+                segment.file.punch(FIRST_RECORD, life.end_bytes - FIRST_RECORD)
+
+        with contextlib.suppress(OSError):
+            await self._pool.submit(empty, urgent=True)
+        self.header_written()
 
     async def _check_writable(self, segment: Segment) -> None:
         """Write the header that is there once more: a disk that takes no writes must not cost us what can be read."""

@@ -29,7 +29,7 @@ Column = npt.NDArray[np.uint64]
 def encode_header(life: Life, uuid: bytes, page: Bytes) -> None:
     """Write a segment header into `page` ([4096] uint8)."""
     page[:] = 0
-    fields = (life.version, life.segment, uuid, life.generation, life.salt, life.size_bytes)
+    fields = (life.version, life.segment, uuid, life.generation, life.salt, life.size_bytes, life.free)
     SEGMENT.pack_into(page.data, 0, SEGMENT_MAGIC, 0, *fields)
     checksum = xxhash.xxh3_64_intdigest(page[CHECKED_FROM:].data)
     page[8:16] = np.frombuffer(checksum.to_bytes(8, "little"), np.uint8)
@@ -37,12 +37,12 @@ def encode_header(life: Life, uuid: bytes, page: Bytes) -> None:
 
 def decode_header(page: Bytes, segment: int, uuid: bytes) -> Life | None:
     """Read a segment header; None unless it is valid, of this store and this segment."""
-    magic, checksum, version, number, owner, generation, salt, size = SEGMENT.unpack_from(page.data)
+    magic, checksum, version, number, owner, generation, salt, size, free = SEGMENT.unpack_from(page.data)
     if magic != SEGMENT_MAGIC or xxhash.xxh3_64_intdigest(page[CHECKED_FROM:PAGE_BYTES].data) != checksum:
         return None
     if version not in READABLE_VERSIONS or number != segment or owner != uuid or size % PAGE_BYTES:
         return None
-    return Life(segment, generation, salt, size, version)
+    return Life(segment, generation, salt, size, version, free=free == 1)
 
 
 def write_headers(file: SegmentFile, life: Life, uuid: bytes, scratch: Scratch) -> None:
@@ -61,6 +61,11 @@ class FoundHeader:
 
     life: Life | None
     problem: str = ""
+
+    @property
+    def lost(self) -> bool:
+        """Whether there may be records that nobody can read."""
+        return self.life is None
 
 
 def read_headers(file: SegmentFile, number: int, uuid: bytes, scratch: Scratch) -> FoundHeader:
@@ -102,7 +107,8 @@ class RowState(enum.IntEnum):
 class Rows:
     """Blocks of a segment as columns, in the order of their offsets.
 
-    `prints` are 64 bits of namespace and key: a stale extent is told from the block that has its place now.
+    `sequences` are origins, which a kill names. `prints` are 64 bits of namespace and key: a stale extent is told from
+    the block that has its place now.
     """
 
     __slots__ = ("lengths", "offsets", "prints", "sequences", "states", "tags")
@@ -170,16 +176,18 @@ def fingerprint(namespace: bytes, key: bytes) -> int:
 
 
 class Unsynced:
-    """What was written to a segment since its last sync: blocks by row, each with the kill that would strike it out,
-    their block sums, and the kills of its tombstones. `dirty` is also true for a write that failed: part of it may have
-    landed."""
+    """What was written to a segment since its last sync.
 
-    __slots__ = ("block_sums", "blocks", "dirty", "kills")
+    `blocks` are rows, each with the kill that would strike it out; `placed` their sequence numbers and block sums;
+    `kills` those of tombstones. `dirty` is also true for a write that failed: part of it may have landed.
+    """
+
+    __slots__ = ("blocks", "dirty", "kills", "placed")
 
     def __init__(self) -> None:
         self.dirty = False
         self.blocks: list[tuple[int, Kill]] = []
-        self.block_sums: list[int] = []
+        self.placed: list[tuple[int, int]] = []
         self.kills: list[Kill] = []
 
 

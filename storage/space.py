@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Protocol, runtime_checkable
 
 from kvtierd.core.errors import ExitCode, StartupError
 from kvtierd.core.units import GIB, KIB, PAGE_BYTES, format_bytes
 
 METADATA_BYTES = 64 * KIB
 """Set aside for the superblock, the lock and the directory itself."""
+INDEX_BYTES_PLANNED = METADATA_BYTES // 2
+"""What of that is for journal and checkpoints; where they take more, there are fewer segments."""
 SEGMENT_OVERHEAD_BYTES = 16 * KIB
 """Set aside per segment for what a file system keeps about a file: extent tree, directory entry."""
 MIN_SEGMENT_BYTES = 64 * KIB
@@ -17,6 +20,15 @@ MIN_SEGMENTS = 2
 MANY_SEGMENTS = 8
 MAX_DEFAULT_BYTES = 64 * GIB
 MAX_RESERVE_BYTES = GIB
+
+
+@runtime_checkable
+class Punchable(Protocol):
+    """A segment's file whose pages can be given back while it keeps its size and its claim on the space."""
+
+    def punch(self, offset: int, length: int) -> None:
+        """Make pages read as zeros and tell the device that nobody wants them. Raises OSError where that is unknown."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,6 +19,11 @@ COUNTERS = {
     "corrupt_reads": "reads whose bytes were not what was stored",
     "deleted_blocks": "blocks deleted",
     "dropped_records": "torn or damaged records and segments found at start",
+    "stored_bytes": "of these, blocks that the tiers stored, headers included",
+    "rewritten_bytes": "of these, hot blocks written again when their segment was recycled",
+    "overhead_bytes": "of these, namespaces and tombstones",
+    "header_bytes": "bytes of segment headers written",
+    "rewritten_blocks": "hot blocks that moved to another segment",
     "journal_bytes": "bytes appended to the journal",
     "checkpoint_bytes": "bytes of checkpoints",
     "checkpoints": "checkpoints made",
@@ -44,7 +49,7 @@ GAUGES = {
 """States at the time of asking; `mode` is a text."""
 
 
-WRITTEN = ("written_bytes", "journal_bytes", "checkpoint_bytes")
+WRITTEN = ("written_bytes", "header_bytes", "journal_bytes", "checkpoint_bytes")
 """Counters that make up everything written to the device."""
 
 

@@ -20,6 +20,7 @@ from kvtierd.core.clock import Clock
 from kvtierd.core.errors import ExitCode, StartupError, StorageError
 from kvtierd.core.namespace import Namespace
 from kvtierd.core.progress import Progress
+from kvtierd.core.units import PAGE_BYTES
 from kvtierd.storage import superblock
 from kvtierd.storage.directory import DirectoryLock, prepare
 from kvtierd.storage.facts import Facts, Head
@@ -32,7 +33,9 @@ from kvtierd.storage.metadata import metadata_of
 from kvtierd.storage.opening import Opened, open_store
 from kvtierd.storage.pool import IoPool
 from kvtierd.storage.read_path import ReadPath
+from kvtierd.storage.rewriting import Heats, Moved, Rewriter
 from kvtierd.storage.ring import Reclaimed
+from kvtierd.storage.space import INDEX_BYTES_PLANNED
 from kvtierd.storage.stats import collect, written_bytes
 from kvtierd.storage.syncer import Syncer
 from kvtierd.storage.uninterrupted import uninterrupted
@@ -62,6 +65,7 @@ class SegmentStore:
         self.progress = Progress()
         """Of the I/O threads, from the start of `open`."""
         self._tell: Reclaimed = lambda _: None
+        self._rewriting: tuple[Heats, Moved] | None = None
         self._live: _Live | None = None
 
     @property
@@ -105,6 +109,8 @@ class SegmentStore:
         self._counters["dropped_records"] = recovered.dropped
         recovered.notes[:0] = self._io.notes
         self._live = _Live(opened, pool, self._namespaces, self._counters, self._announce)
+        if self._rewriting is not None:
+            self._live.rewriter.heats, self._live.rewriter.moved = self._rewriting
         return recovered
 
     def adopt(self, extents: Extents, tags: npt.NDArray[np.int64]) -> None:
@@ -115,6 +121,12 @@ class SegmentStore:
         for number, mine in zip(numbers.tolist(), np.split(order, begins)[1:], strict=True):
             if (segment := ring.get(number)) is not None:
                 segment.rows.adopt(extents.take(mine), tags[mine])
+
+    def on_rewrite(self, heats: Heats, moved: Moved) -> None:
+        """Let blocks that are hot move to another segment when theirs is recycled; see BlockStore.on_rewrite."""
+        self._rewriting = heats, moved
+        if self._live is not None:
+            self._live.rewriter.heats, self._live.rewriter.moved = self._rewriting
 
     def on_reclaim(self, callback: Reclaimed) -> None:
         """Set who is told of extents that are about to be recycled, or that a failed sync put in doubt.
@@ -205,14 +217,21 @@ class _Live:
         self.index = opened.index
         self._counters = counters
         self.writes = WritePath(ring, pool, namespaces, counters)
+        self.writes.owe(opened.reopening.dropped)
         self.reads = ReadPath(ring, pool, counters)
         journaling = Journaling(ring, opened.index, namespaces, opened.reopening.unjournaled)
         self._syncer = Syncer(ring, pool, self.writes, journaling, counters, tell)
         self._checkpointing: asyncio.Task[None] | None = None
         self.flusher = Flusher(self._sync)
         self._background: set[asyncio.Task[None]] = set()
+        self.rewriter = Rewriter(
+            ring, pool, self.writes.appender, self.writes, self.flusher.flush, namespaces, counters
+        )
         ring.tell = tell
-        ring.sealed = self._sync_soon
+        ring.sealed = self._segment_filled
+        ring.header_written = self._header_written
+        ring.metadata_bytes = lambda: max(0, opened.index.size_bytes - INDEX_BYTES_PLANNED)
+        self._emptying: asyncio.Task[None] | None = None
 
     async def _sync(self) -> None:
         await self._syncer.sync()
@@ -223,16 +242,26 @@ class _Live:
         """Nothing depends on a checkpoint but how fast the next start is: a failed one is counted and tried later."""
         generations = {segment.number: segment.life.generation for segment in self.ring if segment.life is not None}
         try:
-            await self.index.checkpoint(generations, written_bytes(self._counters))
+            await self.index.checkpoint(generations, written_bytes(self._counters), self._syncer.is_covered)
         except OSError as error:
             self._counters["failed_checkpoints"] += 1
             _log.warning("nvme checkpoint: %s; it will be tried again", error.strerror or error)
 
-    def _sync_soon(self) -> None:
-        """A full segment is synced in the background, so that no flush has more than a few segments to do."""
-        task = asyncio.create_task(self._sync_quietly())
+    def _header_written(self) -> None:
+        self._counters["header_bytes"] += 2 * PAGE_BYTES
+
+    def _segment_filled(self) -> None:
+        """A full segment is synced in the background, so that no flush has more than a few segments to do; then the
+        oldest one is emptied if there is no other room."""
+        task = asyncio.create_task(self._after_filling())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+    async def _after_filling(self) -> None:
+        await self._sync_quietly()
+        if self._emptying is None or self._emptying.done():
+            self._emptying = asyncio.current_task()
+            await self.rewriter.make_room()
 
     async def _sync_quietly(self) -> None:
         # What a failed sync means has been entered and counted by the syncer; nobody waits for this round.

@@ -36,17 +36,26 @@ class Syncer:
         self._journaling = journaling
         self._counters = counters
         self._tell = tell
+        self._covered = False
+
+    def is_covered(self) -> bool:
+        """Whether the last round went well, with nothing under way beside it: then all that was written before it lies
+        before the heads in the index."""
+        return self._covered and self._journaling.is_complete
 
     async def sync(self) -> None:
         """Return when all that was written or deleted before is on stable storage. Raises StorageError."""
+        self._covered = False
         await self._writes.settle()
         await self._writes.strike_out()
+        is_still = not any(segment.open_runs for segment in self._ring)
         outcomes = await asyncio.gather(*map(self._sync_segment, list(self._ring)), return_exceptions=True)
         self._counters["syncs"] += 1
         await self._journal()
         for outcome in outcomes:
             if outcome is not None:
                 raise outcome
+        self._covered = is_still
 
     async def _journal(self) -> None:
         """Append what was synced; a journal that fails once is given up and another one tried."""

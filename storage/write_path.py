@@ -78,6 +78,15 @@ class WritePath:
         if error := next((draft.error for draft in drafts if draft.error is not None), None):
             raise error
 
+    def owe(self, kills: Sequence[Kill]) -> None:
+        """Put these on disk with whatever is written next."""
+        self._pending_kills += kills
+
+    @property
+    def appender(self) -> Appender:
+        """Who places records."""
+        return self._appender
+
     @property
     def owed(self) -> int:
         """Number of kills that wait to be put on disk."""
@@ -153,10 +162,12 @@ class WritePath:
             return
         self._counters["written_bytes"] += draft.length
         if draft.item is None:
+            self._counters["overhead_bytes"] += draft.length
             segment.unsynced.kills.extend(draft.kills)
             return
+        self._counters["rewritten_bytes" if draft.rewrite else "stored_bytes"] += draft.length
         segment.unsynced.blocks.append((draft.row, _kill_of(draft)))
-        segment.unsynced.block_sums.append(draft.block_sum)
+        segment.unsynced.placed.append((draft.sequence, draft.block_sum))
 
     def _acknowledge(self, draft: Draft) -> Extent | StorageError:
         """One block; its segment may have been recycled meanwhile, or put in doubt by a sync that failed."""
@@ -167,7 +178,7 @@ class WritePath:
             self._counters["failed_writes"] += 1
             return StorageError(f"segment {draft.segment} was given up before the batch of this block was done")
         segment.set_live(draft.row)
-        self._counters["written_blocks"] += 1
+        self._counters["written_blocks"] += not draft.rewrite
         return segment.extent(draft.row)
 
     def _enter_failure(self, segment: Segment, draft: Draft, error: StorageError) -> None:
@@ -175,7 +186,8 @@ class WritePath:
         if draft.item is not None:
             segment.set_dead(draft.row)
             self._counters["failed_writes"] += 1
-            if not segment.retiring and not isinstance(error, CorruptionError):
+            # A copy that may have landed though its writing failed is the same block as its original: it may come back.
+            if not segment.retiring and not draft.rewrite and not isinstance(error, CorruptionError):
                 self._pending_kills.append(_kill_of(draft))
         elif draft.kind is Kind.TOMBSTONE:
             self._pending_kills += draft.kills
@@ -206,4 +218,4 @@ class WritePath:
 def _kill_of(draft: Draft) -> Kill:
     """What would strike out a block."""
     assert draft.item is not None
-    return draft.item.namespace, draft.item.key, draft.sequence
+    return draft.item.namespace, draft.item.key, draft.origin

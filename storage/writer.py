@@ -47,8 +47,10 @@ class Draft:
     life: Life | None = None
     offset: int = 0
     sequence: int = 0
+    origin: int = 0
     block_sum: int = 0
     row: int = -1
+    rewrite: bool = False
     error: StorageError | None = None
 
 
@@ -165,6 +167,7 @@ def _encode(draft: Draft, life: Life, page: Bytes) -> None:
         block_sum=draft.block_sum,
         layer_bytes=shape.layer_bytes,
         layer_stride=shape.layer_stride,
+        origin=draft.origin,
     )
     encode(header, np.ascontiguousarray(item.sums, "<u8").view(np.uint8), life, page)
 

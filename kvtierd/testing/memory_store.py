@@ -35,6 +35,7 @@ class MemoryStore:
         self.flushes = 0
         self._next_offset = max((extent.offset for extent, _, _ in self.blocks.values()), default=0) + 4096
         self._callback: Callable[[list[tuple[int, Extent]]], None] = lambda _gone: None
+        self._moved: Callable[[list[tuple[int, Extent, Extent]]], list[bool]] = lambda told: [False] * len(told)
 
     async def open(self) -> Recovered:
         """What the earlier life kept."""
@@ -55,6 +56,26 @@ class MemoryStore:
     def on_reclaim(self, callback: Callable[[list[tuple[int, Extent]]], None]) -> None:
         """Remember who is told."""
         self._callback = callback
+
+    def on_rewrite(
+        self,
+        heats: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float32]],
+        moved: Callable[[list[tuple[int, Extent, Extent]]], list[bool]],
+    ) -> None:
+        """Nothing here is recycled by itself; `move` moves a block."""
+        del heats
+        self._moved = moved
+
+    def move(self, digest: bytes, key: bytes) -> bool:
+        """Let a block lie elsewhere, as the reclaim of a segment would; whether its owner went along."""
+        old, data, sums = self.blocks[digest, key]
+        new = Extent(0, self._next_offset, old.length)
+        self._next_offset += old.length
+        (kept,) = self._moved([(self.tags[old.offset], old, new)])
+        if kept:
+            self.blocks[digest, key] = (new, data, sums)
+            self.tags[new.offset] = self.tags[old.offset]
+        return kept
 
     def register(self, digest: bytes, namespace: Namespace) -> None:
         """Remember a namespace."""

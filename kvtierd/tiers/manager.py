@@ -94,6 +94,7 @@ class TierManager:
             self._write_behind = WriteBehind(self.copies, store, limit, clock)
             self._offload = Offload(self.copies, self._write_behind, settings.nvme, settings.max_blocks, clock, secret)
             store.on_reclaim(self._reclaimed)
+            store.on_rewrite(lambda rows: self._demand.heat(rows.astype(np.int32)), self._moved)
         self._speeds = Speeds(clock)
         self._onboarder = Onboarder(self._room, store, self._workers, self._speeds, ONBOARDS_INFLIGHT_MAX)
         self._reads = Reads(
@@ -315,6 +316,17 @@ class TierManager:
             self._store.adopt(found.extents.take(np.concatenate(kept)), tags)
         self.copies.counters["recovered_blocks"] += sum(rows.size for rows in kept_rows)
         self.copies.counters["recovery_dropped_blocks"] += found.dropped
+
+    def _moved(self, told: list[tuple[int, Extent, Extent]]) -> list[bool]:
+        """The store has written blocks again elsewhere; those that still are where they were go along."""
+        table = self.copies.blocks.table
+        kept = []
+        for row, old, new in told:
+            same = table.segment[row] == old.segment and table.extent_page[row] == old.offset // PAGE_BYTES
+            if same:
+                table.segment[row], table.extent_page[row] = new.segment, new.offset // PAGE_BYTES
+            kept.append(bool(same))
+        return kept
 
     def _reclaimed(self, gone: list[tuple[int, Extent]]) -> None:
         """The store recycles a segment: these extents are no copies any more."""

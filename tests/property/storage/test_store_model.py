@@ -74,6 +74,7 @@ class StoreMachine(RuleBasedStateMachine):
         )
         self.found = self.do(self.store.open())
         self.store.on_reclaim(self.reclaimed)
+        self.store.on_rewrite(lambda tags: (tags % 3).astype(np.float32), self.moved)
         self.held.clear()
         tags = []
         for space, key, extent, total in zip(
@@ -100,6 +101,19 @@ class StoreMachine(RuleBasedStateMachine):
             self.may_be(name, None)
             if name in self.held and self.held[name][1] == extent:
                 self.gone.append((self.held.pop(name)[0], extent))
+
+    def moved(self, told: list[tuple[int, Extent, Extent]]) -> list[bool]:
+        """Hot blocks were written again; those that are still held go along, and others must be gone for good."""
+        kept = []
+        for tag, old, new in told:
+            name, version = self.places[old]
+            assert tag == version
+            assert tag % 3, "a cold block was written again"
+            kept.append(name in self.held and self.held[name][1] == old)
+            self.places[new] = name, version
+            if kept[-1]:
+                self.held[name] = self.held[name][0], new, version
+        return kept
 
     def may_be(self, name: Name, version: int | None) -> None:
         self.possible.setdefault(name, {None}).add(version)

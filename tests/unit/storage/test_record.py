@@ -27,6 +27,7 @@ def block_page(offset: int = 4096) -> np.ndarray:
         block.block_sum,
         shape.layer_bytes,
         shape.layer_stride,
+        origin=99,
     )
     page = np.empty(header.header_bytes, np.uint8)
     record.encode(header, block.sums.view(np.uint8), LIFE, page)
