@@ -209,6 +209,11 @@ class SlotPool:
         places: npt.NDArray[np.int32] = self._run_first[slots >> self._shift] + (slots & self._mask)
         return places
 
+    def class_ids(self, slots: Slots) -> npt.NDArray[np.int32]:
+        """Class of each slot."""
+        ids: npt.NDArray[np.int32] = self._slab_class[self.slabs_of(slots)]
+        return ids
+
     def offsets(self, cls: SlotClass, slots: Slots) -> npt.NDArray[np.int64]:
         """Bytes from the start of their slab at which slots of a class begin."""
         return self.indices(slots) * np.int64(cls.slot_bytes)

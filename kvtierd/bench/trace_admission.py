@@ -39,7 +39,7 @@ def replay_admission(trace: Trace, host_blocks: int, admission: Admission) -> Ou
     """Replay a trace over both tiers."""
     longest = int(np.diff(trace.starts).max())
     model = ReturnModel(host_blocks, SEED)
-    host = Cache(trace, host_blocks, ReturnEviction(host_blocks + longest, 1, model))
+    host = Cache(trace, host_blocks, ReturnEviction(host_blocks + longest, model, 1))
     keys = block_keys64(trace.unique)[trace.blocks]
     seen = KeyFilter(FILTER_A_BLOCK * host_blocks, SEED)
     on_nvme = np.zeros(trace.unique, np.bool_)

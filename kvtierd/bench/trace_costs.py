@@ -46,7 +46,7 @@ def _works() -> dict[str, Callable[[], object]]:
     rows = blocks.astype(np.int32)
     heat, since_s = np.zeros(blocks.max() + 1, np.uint16), np.zeros(blocks.max() + 1, np.uint32)
     model = ReturnModel(BLOCKS, SEED)
-    policy = ReturnEviction(int(blocks.max()) + 1, 1, model)
+    policy = ReturnEviction(int(blocks.max()) + 1, model, 1)
     usage = model.observe(prompts[0], 0, 0)
     ghosts, guard = GhostHits(BLOCKS, SEED), ThrashGuard(BLOCKS, SEED)
     admission, seen = Budgeted(SecondAccess(), 1 << 50, 0), KeyFilter(16 * BLOCKS, SEED)

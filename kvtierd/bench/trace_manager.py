@@ -8,9 +8,10 @@ what is left is the daemon's own work on its loop.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -18,38 +19,50 @@ from kvtierd.bench.options import Options
 from kvtierd.bench.rows import BenchError, Row, make_row
 from kvtierd.bench.trace_file import Trace
 from kvtierd.bench.trace_queues import lru_hits
+from kvtierd.bench.trace_replay import SEED
 from kvtierd.bench.workload import SMALL, namespace, random_keys
-from kvtierd.config.schema import Gpu, Host, Leases, Settings
+from kvtierd.config.schema import Gpu, Host, KvCache, Leases, Settings
 from kvtierd.core.checksum import block_sum
 from kvtierd.core.clock import ManualClock
 from kvtierd.core.units import MIB
 from kvtierd.protocol import messages as m
+from kvtierd.protocol.messages import MAX_BATCH
 from kvtierd.protocol.service import Answer, Session
 from kvtierd.tiers.manager import TierManager
 
 R = TypeVar("R")
 
-BLOCKS_A_CHUNK = MIB // SMALL.slot_bytes
-HOST_BLOCKS = 40 * BLOCKS_A_CHUNK
-"""As near to 10,000 as whole chunks come."""
+HOST_BLOCKS = 10_000
+CHUNK_BLOCKS_MAX = 256 * MIB // SMALL.slot_bytes
 ACCESSES_MIN = 200_000
 QUICK_REQUESTS = 2_000
 _STEPS = ("lookup", "acquire", "release", "reserve", "commit")
 
 
-class ManagerReplay:
-    """One client of one manager with a host tier of HOST_BLOCKS."""
+def chunk_blocks(blocks: int) -> int:
+    """Blocks of a chunk of which a whole number makes up the tier exactly."""
+    chunks = next(count for count in itertools.count(1) if blocks % count == 0 and blocks // count <= CHUNK_BLOCKS_MAX)
+    return blocks // chunks
 
-    def __init__(self, trace: Trace) -> None:
+
+class ManagerReplay:
+    """One client of one manager with a host tier of `blocks` and an eviction policy by its name in the settings."""
+
+    def __init__(self, trace: Trace, blocks: int, eviction: Literal["returns", "lru"]) -> None:
         settings = Settings(
-            host=Host(capacity=HOST_BLOCKS // BLOCKS_A_CHUNK * MIB, chunk_bytes=MIB, watermark=1.0),
+            kv_cache_config=KvCache(eviction=eviction),
+            host=Host(
+                capacity=blocks * SMALL.slot_bytes,
+                chunk_bytes=chunk_blocks(blocks) * SMALL.slot_bytes,
+                watermark=1.0,
+            ),
             gpu=Gpu(capacity=0),
             leases=Leases(max_leases=1024),
             worker_threads=1,
-            max_blocks=4 * HOST_BLOCKS,
+            max_blocks=2 * (blocks + MAX_BATCH),
         )
         self._clock = ManualClock(1_000_000_000)
-        self._manager = TierManager(settings, store=None, device=None, clock=self._clock)
+        self._manager = TierManager(settings, store=None, device=None, clock=self._clock, seed=SEED)
         self._session = Session(id=1, tenant="default", client="bench", token=bytes(16), pid=1, pidfd=0)
         self._trace = trace
         self._keys = random_keys(trace.unique, 1)[trace.blocks]
@@ -83,8 +96,7 @@ class ManagerReplay:
         hit = _expect(looked, m.LookupReply).hit
         self.hits += hit
         if hit:
-            leading = keys[:hit].data.cast("B")
-            acquired = await self._timed("acquire", m.Acquire(id=1, namespace=self._namespace), leading)
+            acquired = await self._timed("acquire", m.Acquire(id=1, namespace=self._namespace), frame)
             await self._timed("release", m.Release(id=1, leases=[_expect(acquired, m.AcquireReply).lease]))
         reserved = await self._timed("reserve", m.Reserve(id=1, namespace=self._namespace), frame)
         reply = _expect(reserved, m.ReserveReply)
@@ -113,7 +125,7 @@ def _expect(answer: Answer, kind: type[R]) -> R:
 def manager_rows(options: Options, trace: Trace) -> Iterator[Row]:
     """Speed, where the time goes, and what it hit against LRU of the same size."""
     requests = min(trace.requests, options.rounds(trace.requests, QUICK_REQUESTS))
-    replay = ManagerReplay(trace)
+    replay = ManagerReplay(trace, HOST_BLOCKS, "lru")
     seconds = asyncio.run(replay.run(requests))
     accesses = int(trace.starts[requests])
     name = f"{trace.name}: through the manager"

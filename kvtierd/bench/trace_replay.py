@@ -81,7 +81,7 @@ def return_hits(trace: Trace, capacity: int) -> int:
     """Hits of the default policy."""
     longest = int(np.diff(trace.starts).max())
     model = ReturnModel(capacity, SEED)
-    cache = Cache(trace, capacity, ReturnEviction(capacity + longest, 1, model))
+    cache = Cache(trace, capacity, ReturnEviction(capacity + longest, model, 1))
     return replay(trace, cache, model)
 
 

@@ -52,6 +52,9 @@ class KvCache(_Section, frozen=True, kw_only=True):
     """Share of the gpu tier in use above which blocks move down."""
     prefetch_window: Annotated[int, Meta(ge=0, le=1024), _LIVE] = 3
     """Blocks of a sequence fetched ahead."""
+    eviction: Literal["returns", "lru"] = "returns"
+    """Which block goes when host or gpu needs room: the one least likely to be asked for again within the space that it
+    takes, learned from when blocks have returned (`returns`), or the least recently used one (`lru`)."""
     heat_half_life_s: Annotated[int, Meta(ge=1, le=31_536_000)] = 3600
     """Seconds after which a use of a block counts half: heat is the sum of its uses, each weighed by its age."""
     compression: Compression = Compression()

@@ -121,6 +121,11 @@ class LruLists:
         """Move slots to the hot end; those on no list stay so. Returns how many were moved."""
         return _touch(self._links, self._sentinel(cls), slots)
 
+    def listed(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Which slots are on a list, [n]."""
+        mask: npt.NDArray[np.bool_] = self._links[slots, _COLDER] != 0
+        return mask
+
     def remove(self, cls: int, slots: Slots) -> int:
         """Take slots off their list; those on none are left alone. Returns how many were removed."""
         self._sentinel(cls)

@@ -23,7 +23,7 @@ class EvictionPolicy(Protocol):
     """
 
     def inserted(self, cls: int, slots: Slots) -> None:
-        """The slots hold blocks now."""
+        """The slots hold blocks now. Of those that a request was told to use this is known already."""
         ...
 
     def used(self, cls: int, slots: Slots, usage: Usage, first: int = 0, before: int = -1) -> None:
@@ -36,6 +36,13 @@ class EvictionPolicy(Protocol):
 
     def accessed(self, cls: int, slots: Slots) -> None:
         """A request used the blocks in these slots; slots that hold no block are ignored."""
+        ...
+
+    def chained(self, cls: int, slots: Slots, before: Slots) -> None:
+        """The block in slot i, of one prefix all, comes right after the one in slot `before[i]` (-1: not in this tier).
+
+        It is no use of them.
+        """
         ...
 
     def copied(self, cls: int, slots: Slots, *, elsewhere: bool = True) -> None:
@@ -63,7 +70,7 @@ class LruEviction:
 
     def inserted(self, cls: int, slots: Slots) -> None:
         """See EvictionPolicy."""
-        self._lists.push(cls, slots)
+        self._lists.push(cls, slots[~self._lists.listed(slots)])
 
     def used(self, cls: int, slots: Slots, usage: Usage, first: int = 0, before: int = -1) -> None:  # noqa: ARG002
         """See EvictionPolicy."""
@@ -71,6 +78,10 @@ class LruEviction:
 
     def accessed(self, cls: int, slots: Slots) -> None:
         """See EvictionPolicy."""
+        self._lists.touch(cls, slots)
+
+    def chained(self, cls: int, slots: Slots, before: Slots) -> None:  # noqa: ARG002
+        """See EvictionPolicy. Blocks that came in out of order get the order in which they should go."""
         self._lists.touch(cls, slots)
 
     def copied(self, cls: int, slots: Slots, *, elsewhere: bool = True) -> None:

@@ -49,10 +49,11 @@ STATE_WORDS = 7
 """Words of `state`: next place, records in use, observations since the last fit and since the last halving, requests,
 their mean length in 256ths of a block, and a secret number for the hash."""
 
-TURN, PAUSE, MATCHED, FORKED_AT = range(4)
-STORY_WORDS = 4
-"""Words of a request's story: its turn, the usual pause between turns, how many of its blocks were known before, and
-the index of the last observed one of those (-1: none)."""
+TURN, PAUSE, MATCHED, FORKED_AT, NEXT_TURN, NEXT_PAUSE = range(6)
+STORY_WORDS = 6
+"""Words of a request's story: its turn, the usual pause between turns, how many of its blocks were known before, the
+index of the last observed one of those (-1: none), and what turn and pause are if it goes on from there: a request that
+is told of again may have no blocks behind it the first time (NEXT_TURN is 0 where it cannot be the next turn)."""
 
 CHAIN_MAX = 32
 """Records looked at in a chain: keys come from clients, and could be made to collide."""
@@ -187,13 +188,12 @@ def _recall(
         if place >= 0:
             record = ring[place]
             same = began >= 0 and record.at == began
-            if not known and began < 0:
+            if not known and not same and index > story[FORKED_AT]:
                 pause = elapsed(record.at, now)
-                story[MATCHED], story[FORKED_AT] = index + 1, index
-                goes_on = record.after <= 1 and not record.forked and index + 1 < keys.size
-                if goes_on:
-                    story[TURN] = record.turn + 1
-                    story[PAUSE] = pause if record.turn == 0 else (np.int64(record.pause) + pause) // 2
+                story[MATCHED], story[FORKED_AT], story[NEXT_TURN] = index + 1, index, 0
+                if record.after <= 1 and not record.forked:
+                    story[NEXT_TURN] = record.turn + 1
+                    story[NEXT_PAUSE] = pause if record.turn == 0 else (np.int64(record.pause) + pause) // 2
             known = True
             if record.count + (not same) > count:
                 count, first = record.count + (not same), record.first
@@ -202,6 +202,8 @@ def _recall(
             else:
                 _close(ring, returned, state, place, now)
         counts[index], firsts[index] = count, first
+    if story[FORKED_AT] + 1 < keys.size:
+        story[TURN], story[PAUSE] = story[NEXT_TURN], story[NEXT_PAUSE]
 
 
 @helper
@@ -277,15 +279,18 @@ def observe(
         forked = np.uint8(0)
         if place >= 0:
             forked = ring[place].forked
-            _unchain(heads, ring, state, place)
-            ring[place].state = FREE
+            if weights[index] == 0 or began < 0 or ring[place].at != began:
+                _unchain(heads, ring, state, place)
+                ring[place].state = FREE
+                place = -1
         if weights[index] == 0:
             continue
-        place = _turn_over(heads, ring, returned, unreturned, state, now)
+        if place < 0:
+            place = _turn_over(heads, ring, returned, unreturned, state, now)
+            bucket = _bucket(heads, state, keys[index])
+            ring[place].next = heads[bucket]
+            heads[bucket] = place + 1
         record = ring[place]
         _fill(record, keys[index], now, story, counts[index], firsts[index], kinds[index], paces[index])
         record.after, record.weight = min(255, length - 1 - index), weights[index]
         record.forked = 1 if index == story[FORKED_AT] and index < length - 1 else forked
-        bucket = _bucket(heads, state, keys[index])
-        record.next = heads[bucket]
-        heads[bucket] = place + 1

@@ -145,6 +145,23 @@ def use_slots(
 
 
 @compiled(
+    types.void(
+        SLOTS_TYPE, ENDS_TYPE, MARKS_TYPE, CURSORS_TYPE, LEVELS_TYPE, types.int64, types.uint32, ROW_NUMBERS,
+        ROW_NUMBERS,
+    )
+)  # fmt: skip
+def chain_slots(
+    slots: Rowset, ends: Ends, marks: Marks, cursors: Ends, levels: Levels, cls: int, now: int, chain: Slots,
+    before: Slots,
+) -> None:  # fmt: skip
+    """The block in slot `chain[i]` comes right after the one in slot `before[i]` (-1: not in this tier)."""
+    for index in range(chain.size):
+        slot, above = chain[index], before[index]
+        if above >= 0 and slots[slot].kind > 0 and slots[above].kind > 0:
+            _follow(slots, ends, marks, cursors, levels, cls, slot, above, now)
+
+
+@compiled(
     types.void(SLOTS_TYPE, ENDS_TYPE, MARKS_TYPE, CURSORS_TYPE, LEVELS_TYPE, types.int64, types.uint32, ROW_NUMBERS)
 )
 def remove_slots(

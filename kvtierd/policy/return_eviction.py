@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvtierd.index.memory import reserve
 from kvtierd.policy import leaf_lists, leaves
+from kvtierd.policy.eviction import CLASSES_MAX
 from kvtierd.policy.kinds import UNKNOWN_KIND
 from kvtierd.policy.rates import LEVEL_MAX, LEVELS_AN_OCTAVE
 from kvtierd.policy.returns import ReturnModel, Usage
@@ -26,7 +27,9 @@ class ReturnEviction:
     when a limit or a class is out of range.
     """
 
-    def __init__(self, slots_max: int, classes_max: int, model: ReturnModel, copied_worth: float = 1 / 8) -> None:
+    def __init__(
+        self, slots_max: int, model: ReturnModel, classes_max: int = CLASSES_MAX, copied_worth: float = 1 / 8
+    ) -> None:
         if not 1 <= slots_max <= SLOTS_MAX or not 1 <= classes_max <= SLOTS_MAX // leaf_lists.LISTS:
             raise ValueError(f"slots_max {slots_max} or classes_max {classes_max} is out of range")
         if not 0 < copied_worth <= 1:
@@ -47,14 +50,24 @@ class ReturnEviction:
 
     def inserted(self, cls: int, slots: Slots) -> None:
         """See EvictionPolicy. Of blocks that no usage was told of it only knows when they were used."""
-        unknown = np.full(slots.size, UNKNOWN_KIND, np.uint16)
-        self._use(cls, slots, unknown, np.zeros(slots.size, np.uint8), -1, chained=False)
+        fresh = slots[self._slots["kind"][slots] == 0]
+        if fresh.size:
+            unknown = np.full(fresh.size, UNKNOWN_KIND, np.uint16)
+            self._use(cls, fresh, unknown, np.zeros(fresh.size, np.uint8), -1, chained=False)
 
     def accessed(self, cls: int, slots: Slots) -> None:
         """See EvictionPolicy."""
         present = self._slots["kind"][slots]
         known = slots[present > 0]
         self._use(cls, known, present[present > 0] - np.uint16(1), self._slots["pace"][known], -1, chained=False)
+
+    def chained(self, cls: int, slots: Slots, before: Slots) -> None:
+        """See EvictionPolicy."""
+        self._check(cls)
+        self._take_back()
+        leaves.chain_slots(
+            self._slots, self._ends, self._marks, self._cursors, self._model.levels, cls, self._model.now, slots, before
+        )
 
     def copied(self, cls: int, slots: Slots, *, elsewhere: bool = True) -> None:
         """See EvictionPolicy."""

@@ -32,15 +32,24 @@ Keys64 = npt.NDArray[np.uint64]
 class Usage:
     """One request's blocks in prefix order, as the model sees them since `at`, a time in ticks.
 
-    `keys` [n] uint64 are the first 8 bytes of the blocks' keys, `kinds` [n] uint16 and `paces` [n] uint8 as `observe`
-    of history.py gives them, `story` is the model's.
+    `kinds` [n] uint16 and `paces` [n] uint8 are as `observe` of history.py gives them, `last_key` is the first 8 bytes
+    of the last block's key, `story` is the model's.
     """
 
-    keys: Keys64
     kinds: npt.NDArray[np.uint16]
     paces: npt.NDArray[np.uint8]
+    last_key: int
     at: int
     story: npt.NDArray[np.int64]
+
+    @property
+    def size(self) -> int:
+        """How many blocks the request has."""
+        return self.kinds.size
+
+
+NO_USAGE = Usage(np.empty(0, np.uint16), np.empty(0, np.uint8), 0, 0, np.zeros(history.STORY_WORDS, np.int64))
+"""For policies that do not look at it."""
 
 
 class ReturnModel:
@@ -90,7 +99,7 @@ class ReturnModel:
             self.now, hits, began, story, made, paces,
         )  # fmt: skip
         self._fit_if_due()
-        return Usage(keys, made, paces, self.now, story)
+        return Usage(made, paces, keys.item(-1) if keys.size else 0, self.now, story)
 
     def bytes_used(self) -> int:
         """Bytes of all its memory, what is only reserved included."""

@@ -66,6 +66,7 @@ class Copies:
         self.blocks.table.host_slot[rows] = slots
         self.blocks.mark(rows, TIER_HOST)
         self.host.settle(cls, slots, rows)
+        self._tell_copied(rows)
 
     def add_gpu(self, cls: SlotClass, rows: Rows, slots: Slots) -> None:
         """Filled gpu slots become copies of rows."""
@@ -73,6 +74,7 @@ class Copies:
         self.blocks.table.gpu_slot[rows] = slots
         self.blocks.mark(rows, TIER_GPU)
         self.gpu.settle(cls, slots, rows)
+        self._tell_copied(rows)
 
     def add_nvme(self, row: int, extent: Extent) -> None:
         """An extent on disk becomes a copy of a row."""
@@ -102,6 +104,7 @@ class Copies:
         self.counters["nvme_unread_blocks"] += unread
         self.blocks.table.segment[rows] = -1
         self.blocks.unmark(rows, TIER_NVME)
+        self._tell_copied(rows)
         self._forget_bare(rows)
 
     def evict_host(self, cls: SlotClass, slots: Slots) -> None:
@@ -157,11 +160,29 @@ class Copies:
         """Copies by tier."""
         return {f"{tier}_blocks": self.blocks.copies[BIT[tier]] for tier in TIERS}
 
+    def written(self, rows: Rows) -> None:
+        """These rows may have got a copy on disk (`add_nvme`): the policies of the other tiers take note."""
+        self._tell_copied(rows)
+
+    def _tell_copied(self, rows: Rows) -> None:
+        """Copies of these rows came or went: tell each tier which of its blocks are elsewhere too."""
+        mask = self.blocks.residency(rows)
+        table = self.blocks.table
+        for tier, bit, column in ((self.host, TIER_HOST, table.host_slot), (self.gpu, TIER_GPU, table.gpu_slot)):
+            here = (mask & bit) != 0
+            if tier is None or not np.count_nonzero(here):
+                continue
+            slots, more = column[rows[here]], mask[here] != bit
+            for elsewhere in (True, False):
+                if (told := slots[more == elsewhere]).size:
+                    tier.copied(told, elsewhere=elsewhere)
+
     def _drop_slots(self, tier: SlotTier, cls: SlotClass, rows: Rows, column: Slots, bit: int) -> None:
         slots = column[rows]
         column[rows] = NO_SLOT
         self.blocks.unmark(rows, bit)
         tier.disown(cls, slots)
+        self._tell_copied(rows)
         self._forget_bare(rows)
 
     def _forget_bare(self, rows: Rows) -> None:

@@ -21,7 +21,9 @@ from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.core.progress import Progress
 from kvtierd.core.units import PAGE_BYTES
 from kvtierd.gpu import Device
-from kvtierd.policy.eviction import LruEviction
+from kvtierd.policy.eviction import EvictionPolicy, LruEviction
+from kvtierd.policy.return_eviction import ReturnEviction
+from kvtierd.policy.returns import ReturnModel
 from kvtierd.protocol import messages as m
 from kvtierd.protocol.service import Answer, ChunkFiles, Session
 from kvtierd.storage.interface import BlockStore, Extent, Recovered
@@ -38,6 +40,7 @@ from kvtierd.tiers.reads import Reads
 from kvtierd.tiers.room import Room
 from kvtierd.tiers.sessions import SessionState, need_frames, state_of
 from kvtierd.tiers.speeds import Speeds, probe_copy
+from kvtierd.tiers.usage import Uses
 from kvtierd.tiers.workers import Workers
 from kvtierd.tiers.write_behind import WriteBehind
 from kvtierd.tiers.writes import Writes
@@ -54,7 +57,10 @@ ONBOARDS_INFLIGHT_MAX = 4096
 
 
 class TierManager:
-    """Blocks in three tiers. `store` is None without an nvme tier, `device` None without a gpu tier."""
+    """Blocks in three tiers. `store` is None without an nvme tier, `device` None without a gpu tier.
+
+    `seed` is secret and random unless a replay gives one: with it the same requests have the same effects.
+    """
 
     def __init__(
         self,
@@ -65,17 +71,19 @@ class TierManager:
         clock: Clock,
         events: EventSink | None = None,
         tenant: str = "default",
+        seed: int | None = None,
     ) -> None:
         self.settings = settings
         self.tenant = tenant
         self._clock = clock
         self._store = store
         self._workers = Workers(settings.worker_threads)
-        host = HostTier(settings.host, LruEviction(settings.host.capacity // PAGE_BYTES))
+        secret = secrets.randbits(62) if seed is None else seed
+        model = _model_for(settings, secret)
+        host = HostTier(settings.host, _policy_for(settings.host.capacity, model))
         slab = min(settings.host.chunk_bytes, device.capacity_bytes if device else 0)
-        gpu = GpuTier(device, slab, LruEviction(device.capacity_bytes // PAGE_BYTES)) if device and slab else None
+        gpu = GpuTier(device, slab, _policy_for(device.capacity_bytes, model)) if device and slab else None
         self.copies = Copies(Blocks(settings.max_blocks), host, gpu, events)
-        secret = secrets.randbits(62)
         capacities = {"host": settings.host.capacity, "gpu": device.capacity_bytes if device else 0}
         self._demand = Demand(self.copies, capacities, settings.kv_cache_config.heat_half_life_s, clock, secret)
         self._room = Room(
@@ -97,6 +105,7 @@ class TierManager:
             store.on_rewrite(lambda rows: self._demand.heat(rows.astype(np.int32)), self._moved)
         self._speeds = Speeds(clock)
         self._onboarder = Onboarder(self._room, store, self._workers, self._speeds, ONBOARDS_INFLIGHT_MAX)
+        uses = Uses(self.copies, model, clock)
         self._reads = Reads(
             settings,
             self._room,
@@ -106,8 +115,11 @@ class TierManager:
             demand=self._demand,
             offload=self._offload,
             speeds=self._speeds,
+            uses=uses,
         )
-        self._writes = Writes(settings, self._room, self._workers, clock, demand=self._demand, offload=self._offload)
+        self._writes = Writes(
+            settings, self._room, self._workers, clock, demand=self._demand, offload=self._offload, uses=uses
+        )
         self._admin = Admin(self.copies, self._onboarder, self._write_behind, _pinned_max(settings))
         self._ticker: asyncio.Task[None] | None = None
         self.reports: list[Callable[[], Mapping[str, Any]]] = []
@@ -346,6 +358,18 @@ class TierManager:
             self._reads.expire(now_ns)
             self._writes.expire(now_ns)
             self._room.keep_watermarks()
+
+
+def _model_for(settings: Settings, secret: int) -> ReturnModel | None:
+    """What learns when blocks return; None where the setting is LRU."""
+    if settings.kv_cache_config.eviction == "lru":
+        return None
+    return ReturnModel(settings.host.capacity // PAGE_BYTES, secret)
+
+
+def _policy_for(capacity_bytes: int, model: ReturnModel | None) -> EvictionPolicy:
+    slots = capacity_bytes // PAGE_BYTES
+    return LruEviction(slots) if model is None else ReturnEviction(slots, model)
 
 
 def _pinned_max(settings: Settings) -> int:

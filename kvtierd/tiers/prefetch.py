@@ -32,10 +32,12 @@ PIECE_BLOCKS = 32
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Wish:
-    """One prefetch: of `rows` the first `begun` are on their way, or there."""
+    """One prefetch: of `rows` the first `begun` are on their way, or there. `before` has the row before each in its
+    prefix, -1 for none."""
 
     session: int
     rows: Rows
+    before: Rows
     begun: int = 0
 
 
@@ -54,18 +56,17 @@ class Prefetcher:
         last = int(run[-1])
         if not self.window or self._copies.blocks.table.next_row[last] < 0:
             return None
-        rows = self._following(entry, last)
+        rows, before = self._following(entry, last)
         if not rows.size or len(self._tasks) >= MAX_PREFETCHES:
             return None
-        return self.start(session, rows, functools.partial(self.to_host, entry))
+        return self.start(Wish(session.id, rows, before), functools.partial(self.to_host, entry))
 
-    def start(self, session: Session, rows: Rows, work: Callable[[Wish], Awaitable[int]]) -> asyncio.Task[None]:
-        """Run a prefetch of rows in the background. RequestError `busy` when too many are under way."""
+    def start(self, wish: Wish, work: Callable[[Wish], Awaitable[int]]) -> asyncio.Task[None]:
+        """Run a prefetch in the background. RequestError `busy` when too many are under way."""
         if len(self._tasks) >= MAX_PREFETCHES:
             raise RequestError(ErrorCode.BUSY, f"{MAX_PREFETCHES} prefetches are under way", retry_after_ms=50)
         # The task begins later, and may never begin: until it ends the rows must not become other blocks'.
-        self._copies.blocks.begin_move(rows)
-        wish = Wish(session.id, rows)
+        self._copies.blocks.begin_move(wish.rows)
         task = asyncio.create_task(_as_a_wish(work, wish))
         self._tasks[task] = wish
         task.add_done_callback(self._ended)
@@ -78,7 +79,12 @@ class Prefetcher:
             piece = wish.rows[wish.begun : wish.begun + PIECE_BLOCKS]
             wish.begun += piece.size
             slots = await self._onboarder.hold_in_host(entry, piece, ahead=True)
-            self._copies.host.release(self._copies.host_class(entry), slots)
+            cls = self._copies.host_class(entry)
+            before = wish.before[wish.begun - piece.size :][: slots.size]
+            # A row before it may be another block's by now; nothing is then evicted but later than it might be.
+            above = np.where(before >= 0, self._copies.blocks.table.host_slot[before], np.int32(-1))
+            self._copies.host.chained(cls, slots, above)
+            self._copies.host.release(cls, slots)
             there += slots.size
             if slots.size < piece.size:
                 break
@@ -117,17 +123,24 @@ class Prefetcher:
     def _cancelled(self, wish: Wish) -> None:
         self._copies.counters["prefetch_cancelled_blocks"] += wish.rows.size - wish.begun
 
-    def _following(self, entry: NamespaceEntry, row: int) -> Rows:
-        """Up to a window of rows behind this one that have no host copy and no move under way."""
-        table, found = self._copies.blocks.table, []
+    def _following(self, entry: NamespaceEntry, row: int) -> tuple[Rows, Rows]:
+        """A window of rows behind this one, of which those without host copy and move; and the row before each."""
+        table = self._copies.blocks.table
+        found: dict[int, int] = {}  # a stale hint can lead in a circle; a block is wanted once
         for _ in range(self.window):
-            row = int(table.next_row[row])
+            before, row = row, int(table.next_row[row])
             if row < 0 or table.namespace[row] != entry.number or not table.flags[row] & VISIBLE:
                 break  # the hint is stale: that row is another block's now
             if not table.flags[row] & TIER_HOST and not self._onboarder.is_arriving(row):
-                found.append(row)
-        # A stale hint can lead in a circle; a block is wanted once.
-        return np.array(list(dict.fromkeys(found)), np.int32)
+                found.setdefault(row, before)
+        return np.array(list(found), np.int32), np.array(list(found.values()), np.int32)
+
+
+def wish_for(session: Session, prefix: Rows) -> Wish:
+    """A prefetch of rows that are the head of a prefix."""
+    before = np.full(prefix.size, -1, np.int32)
+    before[1:] = prefix[:-1]
+    return Wish(session.id, prefix, before)
 
 
 async def _as_a_wish(work: Callable[[Wish], Awaitable[int]], wish: Wish) -> None:

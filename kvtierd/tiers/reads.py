@@ -38,10 +38,11 @@ from kvtierd.tiers.leases import Lease, Register
 from kvtierd.tiers.namespaces import NamespaceEntry
 from kvtierd.tiers.offload import Offload
 from kvtierd.tiers.onboard import Onboarder
-from kvtierd.tiers.prefetch import Prefetcher, Wish
+from kvtierd.tiers.prefetch import Prefetcher, Wish, wish_for
 from kvtierd.tiers.room import Room
 from kvtierd.tiers.sessions import keys_of, namespace_of, need_arena, need_frames, parent_of
 from kvtierd.tiers.speeds import Speeds
+from kvtierd.tiers.usage import Uses
 from kvtierd.tiers.workers import Workers
 
 SLOWEST_TOKENS_PER_S = 1e-6
@@ -65,7 +66,9 @@ class Reads:
         demand: Demand,
         offload: Offload | None,
         speeds: Speeds,
+        uses: Uses,
     ) -> None:
+        self._uses = uses
         self._demand = demand
         self._offload = offload
         self._speeds = speeds
@@ -133,7 +136,7 @@ class Reads:
         if request.verify or (slots < 0).any():
             return self._acquire_slowly(session, request, entry, keys, parent)
         self._copies.host.pool.hold(slots)
-        self._copies.host.touch(cls, slots)
+        self._uses.read(session, entry, keys, rows, slots, parent)
         self._used(entry, cls, rows, sources, parent)
         self.prefetcher.follow(session, entry, rows)
         return self._grant(session, request, cls, slots, sources)
@@ -153,7 +156,9 @@ class Reads:
         shape = entry.geometry
         cls = self._copies.host_class(entry)
         limit = max(1, self._message_bytes // shape.block_bytes)
-        rows, sources, slots = await self._hold(entry, keys_of(frames[0]), limit, parent_of(request.parent))
+        keys, parent = keys_of(frames[0]), parent_of(request.parent)
+        rows, sources, slots = await self._hold(entry, keys, limit, parent)
+        self._uses.read(session, entry, keys, rows, slots, parent)
         good = 0
         self._speeds.host.begin()
         try:
@@ -183,7 +188,7 @@ class Reads:
         if request.wait:
             return self._bring(session, entry, keys, work)
         rows = self._copies.blocks.find_prefix(keys, entry.number)
-        self.prefetcher.start(session, rows, work)
+        self.prefetcher.start(wish_for(session, rows), work)
         return Answer(CountReply(id=0, count=rows.size))
 
     def end(self, lease: Lease) -> None:
@@ -234,7 +239,7 @@ class Reads:
         self, session: Session, entry: NamespaceEntry, keys: Keys, work: Callable[[Wish], Awaitable[int]]
     ) -> Answer:
         rows = self._copies.blocks.find_prefix(keys, entry.number)
-        return Answer(CountReply(id=0, count=await self.prefetcher.waited_for(Wish(session.id, rows), work)))
+        return Answer(CountReply(id=0, count=await self.prefetcher.waited_for(wish_for(session, rows), work)))
 
     async def _hold(
         self, entry: NamespaceEntry, keys: Keys, limit: int, parent: Keys | None
@@ -274,6 +279,7 @@ class Reads:
             if window is not None:
                 window.cancel()  # whoever does not wait for these blocks will not ask for the next
             raise
+        self._uses.read(session, entry, keys, rows, slots, parent)
         if request.verify:
             try:
                 good = await self._workers.run(lambda: self._check(entry, cls, slots))

@@ -13,16 +13,19 @@ from kvtierd.core.keys import KEY_BYTES, Keys
 from kvtierd.protocol.messages import MAX_BATCH
 from kvtierd.protocol.service import Session
 from kvtierd.tiers.namespaces import NamespaceEntry
+from kvtierd.tiers.requests import Requests
 
 MAX_SESSION_NAMESPACES = 4096
 
 
 @dataclasses.dataclass(slots=True)
 class SessionState:
-    """A client's numbers for its namespaces (position + 1), and what it pinned: key to (namespace, host slot)."""
+    """A client's numbers for its namespaces (position + 1), what it pinned (key to namespace and host slot), and its
+    last requests."""
 
     namespaces: list[NamespaceEntry] = dataclasses.field(default_factory=list)
     pins: dict[bytes, tuple[NamespaceEntry, int]] = dataclasses.field(default_factory=dict)
+    requests: Requests = dataclasses.field(default_factory=Requests)
     ended: bool = False
 
     def number_of(self, entry: NamespaceEntry) -> int:

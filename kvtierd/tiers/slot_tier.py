@@ -8,6 +8,7 @@ import numpy.typing as npt
 from kvtierd.core.checksum import Sums
 from kvtierd.gpu.slot_pool import NO_SLOT, SlotClass, SlotPool, Slots
 from kvtierd.policy.eviction import EvictionPolicy
+from kvtierd.policy.returns import Usage
 
 ORPHAN = -2
 """In the pool's `row` column: the slot's block is gone or never came; the slot is freed when its last hold ends."""
@@ -67,6 +68,21 @@ class SlotTier:
         self.policy.inserted(cls.id, slots)
         self._used_at[cls.id] = self.ticks
 
+    def used(self, cls: SlotClass, slots: Slots, usage: Usage, first: int = 0, before: int = -1) -> None:
+        """A request uses or stores the blocks in these slots (see EvictionPolicy.used)."""
+        self.policy.used(cls.id, slots, usage, first, before)
+        self._used_at[cls.id] = self.ticks
+
+    def chained(self, cls: SlotClass, slots: Slots, before: Slots) -> None:
+        """The block in each slot comes right after that in slot `before[i]`, or nothing is known (-1)."""
+        self.policy.chained(cls.id, slots, before)
+
+    def copied(self, slots: Slots, *, elsewhere: bool) -> None:
+        """The blocks in these slots, of any class, have copies in other tiers now, or have none any more."""
+        classes = self.pool.class_ids(slots)
+        for number in np.unique(classes).tolist():
+            self.policy.copied(number, slots[classes == number], elsewhere=elsewhere)
+
     def touch(self, cls: SlotClass, slots: Slots) -> None:
         """The blocks in these slots, in prefix order, were used."""
         self.policy.accessed(cls.id, slots)
@@ -86,6 +102,8 @@ class SlotTier:
         pool.unhold(slots)
         ended = slots[(pool.holds[slots] == 0) & (pool.row[slots] == ORPHAN)]
         if ended.size:
+            # Of slots that were reserved and never filled the policy was told already.
+            self.policy.removed(cls.id, ended)
             self.free(cls, np.unique(ended))
 
     def free(self, cls: SlotClass, slots: Slots) -> None:

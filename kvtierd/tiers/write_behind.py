@@ -218,6 +218,7 @@ class WriteBehind:
                 _log.warning("nvme write: %s; the block stays in host only", result)
                 copies.counters["offload_failed_blocks"] += 1
                 self.failed_ns = self._clock.now_ns()
+        copies.written(batch.rows)
         rows = np.array(corrupt, np.int32)
         rows = rows[copies.blocks.live(rows)]
         if rows.size:

@@ -12,7 +12,7 @@ from kvtierd.core.checksum import Sums, block_sum, fill_and_sum, layer_sums
 from kvtierd.core.clock import Clock
 from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.core.keys import Keys
-from kvtierd.gpu.slot_pool import SlotClass
+from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.protocol.messages import (
     MAX_BATCH,
     SLOT_BUSY,
@@ -37,6 +37,7 @@ from kvtierd.tiers.offload import Offload
 from kvtierd.tiers.pressure import RETRY_MS
 from kvtierd.tiers.room import Room
 from kvtierd.tiers.sessions import keys_of, namespace_of, need_arena, need_frames, parent_of, sums_of
+from kvtierd.tiers.usage import Store, Uses
 from kvtierd.tiers.workers import Workers
 
 Frames = Sequence[memoryview]
@@ -54,7 +55,9 @@ class Writes:
         *,
         demand: Demand,
         offload: Offload | None,
+        uses: Uses,
     ) -> None:
+        self._uses = uses
         self._demand = demand
         self._offload = offload
         self._copies = room.copies
@@ -84,7 +87,7 @@ class Writes:
         return self._granted(session, entry, keys, parent)
 
     def _granted(self, session: Session, entry: NamespaceEntry, keys: Keys, parent: Keys | None) -> Answer:
-        reservation, status = self._reserve(session.id, entry, keys, parent)
+        reservation, status = self._reserve(session, entry, keys, parent)
         descriptors = empty_descriptors(len(keys))
         descriptors["status"] = status
         if reservation is not None:
@@ -130,7 +133,7 @@ class Writes:
                     f"block {i} has {payload.nbytes} bytes; this namespace's blocks have {entry.geometry.block_bytes}",
                 )
         await self._room.memory_for(self._copies.host_class(entry), len(keys))
-        reservation, status = self._reserve(session.id, entry, keys, parent_of(request.parent))
+        reservation, status = self._reserve(session, entry, keys, parent_of(request.parent))
         existed, refused = int((status == SLOT_EXISTS).sum()), int((status == SLOT_BUSY).sum())
         retry = self._retry_ms(entry, refused)
         if reservation is None:
@@ -175,13 +178,13 @@ class Writes:
         return self._room.pressure.retry_ms(self._copies.host_class(entry), refused) if refused else 0
 
     def _reserve(
-        self, session: int, entry: NamespaceEntry, keys: Keys, parent: Keys | None
+        self, session: Session, entry: NamespaceEntry, keys: Keys, parent: Keys | None
     ) -> tuple[Reservation | None, npt.NDArray[np.uint8]]:
         """Rows and slots for keys that are not there: (reservation or None, status per key)."""
         if self.closed:
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the daemon is stopping and takes no more stores")
         copies = self._copies
-        number = self.reservations.next_id(session)
+        number = self.reservations.next_id(session.id)
         if number is None:
             message = f"too many reservations are open ({self.reservations.session_limit} a client)"
             raise RequestError(ErrorCode.BUSY, message, retry_after_ms=RETRY_MS)
@@ -196,7 +199,7 @@ class Writes:
         copies.blocks.link_behind(parent, entry.number, chain)
         cls = copies.host_class(entry)
         self._room.pressure.wanted(cls, rows)
-        slots = self._room.take_host(cls, rows.size)
+        slots = self._take_slots(Store(session, entry, keys, chain, position, parent), cls)
         status[position[slots.size :]] = SLOT_BUSY
         if slots.size < rows.size:
             copies.counters["busy_stores"] += int(rows.size - slots.size)
@@ -210,7 +213,7 @@ class Writes:
         mine, before = keys[position].copy(), None if parent is None else parent.copy()
         reservation = Reservation(
             number,
-            session,
+            session.id,
             entry,
             cls,
             mine,
@@ -225,6 +228,21 @@ class Writes:
         self.reservations.add(reservation)
         copies.counters["reserved_blocks"] += slots.size
         return reservation, status
+
+    def _take_slots(self, store: Store, cls: SlotClass) -> Slots:
+        """Slots for the new blocks of a store, and word to the policies that all of its blocks were used.
+
+        They are told now and not when the blocks are whole, so that the blocks before those that are being written are
+        nobody's victims. Nor may they go to make this room: they are held meanwhile.
+        """
+        host = self._copies.host
+        told = self._uses.old_slots(store)
+        kept = told[told >= 0]
+        host.pool.hold(kept)
+        slots = self._room.take_host(cls, store.position.size)
+        host.release(cls, kept)
+        self._uses.stored(store, cls, told, slots)
+        return slots
 
     def _which(self, reservation: Reservation, index: list[int] | None) -> npt.NDArray[np.intp]:
         """Positions within the reservation of the blocks that a Commit names by their place in the keys."""
@@ -293,7 +311,6 @@ class Writes:
         table.block_sum[fresh] = totals[keep]
         table.flags[fresh] = (table.flags[fresh] | VISIBLE) & np.uint8(~WRITING & 0xFF)
         copies.add_host(cls, fresh, fresh_slots)
-        self._touch_chain(reservation, cls)
         if fresh.size:
             self._demand.stored(fresh, entry.geometry.slot_bytes)
             self._offload_stored(reservation, fresh)
@@ -305,13 +322,6 @@ class Writes:
         if copies.events is not None and fresh.size:
             copies.events.stored([key.tobytes() for key in table.key[fresh]], None, entry.geometry.block_size, "host")
         return Answer(CommitReply(id=0, committed=fresh.size, existed=which.size - fresh.size))
-
-    def _touch_chain(self, reservation: Reservation, cls: SlotClass) -> None:
-        """The whole prefix was used, not only its new tail: without this the tail would outlive its head."""
-        table, chain = self._copies.blocks.table, reservation.chain
-        chain = chain[chain >= 0]
-        slots = table.host_slot[chain[table.namespace[chain] == reservation.entry.number]]
-        self._copies.host.touch(cls, slots[slots >= 0])
 
     def _offload_stored(self, reservation: Reservation, fresh: Rows) -> None:
         if self._offload is None:
@@ -345,6 +355,8 @@ class Writes:
         reservation.quarantined = True
         self._copies.counters["quarantined_blocks"] += reservation.rows.size
         self._copies.blocks.hide(reservation.rows)
+        # Whatever becomes of them: nothing that may go should wait for it.
+        self._copies.host.policy.removed(reservation.cls.id, reservation.slots)
 
     def _drop_rows(self, rows: Rows) -> None:
         """Rows that were being written and never became blocks."""

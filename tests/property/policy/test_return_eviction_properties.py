@@ -22,7 +22,7 @@ class Lives(RuleBasedStateMachine):
     def begin(self, seed):
         self.rng = np.random.default_rng(seed)
         self.model = ReturnModel(SLOTS, seed=seed, records=64)
-        self.policy = ReturnEviction(SLOTS, 2, self.model)
+        self.policy = ReturnEviction(SLOTS, self.model, 2)
         self.slot_of: dict[tuple[int, ...], int] = {}
         self.holds = np.zeros(SLOTS, np.int32)
         self.linked: set[tuple[int, ...]] = set()

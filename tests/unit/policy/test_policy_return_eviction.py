@@ -16,7 +16,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.model = ReturnModel(64, seed=1, records=256)
-        self.policy = ReturnEviction(64, 4, self.model)
+        self.policy = ReturnEviction(64, self.model, 4)
         self.now = 0
 
     def use(self, *slots: int, prompt: int = 1, step_s: int = 1) -> None:
@@ -148,7 +148,7 @@ def test_a_class_out_of_range_is_refused(cls):
 
 def test_limits_out_of_range_are_refused():
     with pytest.raises(ValueError, match="slots_max 0"):
-        ReturnEviction(0, 1, ReturnModel(1, 1, records=2))
+        ReturnEviction(0, ReturnModel(1, 1, records=2), 1)
 
 
 def test_a_block_with_a_copy_elsewhere_goes_before_an_older_one_without():
@@ -189,4 +189,4 @@ def test_a_copy_does_not_outlive_the_block():
 @pytest.mark.parametrize("worth", [0, -1, 1.1])
 def test_the_worth_of_a_copied_block_is_a_share(worth):
     with pytest.raises(ValueError, match="copied_worth"):
-        ReturnEviction(4, 1, ReturnModel(1, 1, records=2), worth)
+        ReturnEviction(4, ReturnModel(1, 1, records=2), 1, worth)
