@@ -142,7 +142,8 @@ class EmbeddedDaemon:
         return Path(tempfile.mkdtemp(prefix="kvtierd-run-", dir="/tmp"))
 
     def _spawn(self, ready_fd: int, stop_fd: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "kvtierd.daemon.main", "--config", os.devnull, *self._options()]
+        # -P: this package is started, and not what is in the folder we happen to be in.
+        command = [sys.executable, "-P", "-m", "kvtierd.daemon.main", "--config", os.devnull, *self._options()]
         command += ["--ready-fd", str(ready_fd), "--stop-fd", str(stop_fd)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIERD__")}
         environment.pop("NOTIFY_SOCKET", None)  # that socket waits for the owner, not for its child
