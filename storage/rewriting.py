@@ -98,10 +98,12 @@ class Rewriter:
             _log.warning("nvme reclaim: %s", error)
 
     async def _rewrite_hot(self, segment: Segment) -> None:
-        copies = self._hot_rows(segment)
+        copies, life = self._hot_rows(segment), segment.life
         begin, size = 0, 0
         for number, copy in enumerate(copies):
             size += copy.extent.length
+            if segment.life is not life or segment.retiring:
+                return
             if size >= BATCH_BYTES or number == len(copies) - 1:
                 await self._rewrite(segment, copies[begin : number + 1])
                 begin, size = number + 1, 0
@@ -119,24 +121,31 @@ class Rewriter:
         return [_Copy(row, segment.extent(row)) for row in np.sort(rows[chosen]).tolist()]
 
     async def _rewrite(self, segment: Segment, copies: list[_Copy]) -> None:
-        """Copy blocks to the head, tell their owner, and give up the old places."""
+        """Copy blocks to the head, tell their owner, and give up the old places.
+
+        Should the segment be recycled meanwhile, its blocks were announced as gone: then no copy is wanted.
+        """
+        rows, life = segment.rows, segment.life
         segment.pin()
         try:
             await self._pool.submit(lambda scratch: _read_all(segment, copies, scratch), urgent=False)
         finally:
             segment.unpin()
         good = [copy for copy in copies if copy.header is not None and copy.header.namespace in self._namespaces]
-        drafts = self._writes.drafts([self._item(segment, copy) for copy in good])
+        drafts = self._writes.drafts([self._item(rows.tags[copy.row], copy) for copy in good])
         for draft, copy in zip(drafts, good, strict=True):
             assert copy.header is not None
             draft.rewrite, draft.origin = True, copy.header.origin
         await self._writes.write(drafts)
         places = self._writes.acknowledge(drafts)
         told = [
-            (segment.rows.tags[copy.row], copy.extent, place, draft, copy.row)
+            (rows.tags[copy.row], copy.extent, place, draft, copy.row)
             for copy, place, draft in zip(good, places, drafts, strict=True)
             if isinstance(place, Extent)
         ]
+        if segment.life is not life or segment.retiring:
+            self._writes.disown([draft for _, _, _, draft, _ in told])
+            return
         kept = self.moved([(tag, old, new) for tag, old, new, _, _ in told])
         refused: list[Draft] = []
         for (_, _, _, draft, row), is_kept in zip(told, kept, strict=True):
@@ -148,12 +157,11 @@ class Rewriter:
                 refused.append(draft)
         self._writes.disown(refused)
 
-    def _item(self, segment: Segment, copy: _Copy) -> WriteItem:
+    def _item(self, tag: int, copy: _Copy) -> WriteItem:
         assert copy.header is not None
         assert copy.data is not None
         assert copy.sums is not None
         geometry = self._namespaces[copy.header.namespace].geometry
-        tag = segment.rows.tags[copy.row]
         return WriteItem(copy.header.namespace, copy.header.key, geometry, copy.data, copy.sums, tag)
 
 

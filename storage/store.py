@@ -149,6 +149,9 @@ class SegmentStore:
             return [StorageError("the store is closed") for _ in items]
         begun_ns = self._clock.now_ns()
         drafts = live.writes.drafts(items)
+        await live.room(sum(draft.length for draft in drafts))
+        if self._live is not live:
+            return [StorageError("the store is closed") for _ in items]
         try:
             await uninterrupted(live.writes.write(drafts))
         except asyncio.CancelledError:
@@ -223,7 +226,7 @@ class _Live:
         self._syncer = Syncer(ring, pool, self.writes, journaling, counters, tell)
         self._checkpointing: asyncio.Task[None] | None = None
         self.flusher = Flusher(self._sync)
-        self._background: set[asyncio.Task[None]] = set()
+        self._filled = False
         self.rewriter = Rewriter(
             ring, pool, self.writes.appender, self.writes, self.flusher.flush, namespaces, counters
         )
@@ -253,15 +256,24 @@ class _Live:
     def _segment_filled(self) -> None:
         """A full segment is synced in the background, so that no flush has more than a few segments to do; then the
         oldest one is emptied if there is no other room."""
-        task = asyncio.create_task(self._after_filling())
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self._filled = True
+        if self._emptying is None or self._emptying.done():
+            self._emptying = asyncio.create_task(self._after_filling())
 
     async def _after_filling(self) -> None:
-        await self._sync_quietly()
-        if self._emptying is None or self._emptying.done():
-            self._emptying = asyncio.current_task()
+        while self._filled:
+            self._filled = False
+            await self._sync_quietly()
             await self.rewriter.make_room()
+
+    async def room(self, size_bytes: int) -> None:
+        """Wait while the oldest segment is emptied and nothing else can take so much: recycled in a hurry, it would
+        lose what is hot in it."""
+        while self.rewriter.heats is not None and self._emptying is not None and not self._emptying.done():
+            active = self.ring.active
+            if self.ring.has_room() or (active is not None and active.room_bytes >= size_bytes):
+                return
+            await asyncio.wait([self._emptying])
 
     async def _sync_quietly(self) -> None:
         # What a failed sync means has been entered and counted by the syncer; nobody waits for this round.
@@ -274,10 +286,8 @@ class _Live:
             await self.flusher.flush()
             await self._finish_index()
         finally:
-            if self._background:
-                await asyncio.wait(self._background)
-            if self._checkpointing is not None:
-                await asyncio.wait([self._checkpointing])
+            if rest := [task for task in (self._emptying, self._checkpointing) if task is not None]:
+                await asyncio.wait(rest)
             for segment in list(self.ring):
                 await segment.idle()
             await asyncio.to_thread(self.pool.close)

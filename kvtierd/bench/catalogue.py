@@ -13,6 +13,7 @@ BENCHES: dict[str, str] = {
     "host": "2 MiB blocks through the arena against plain copies",
     "nvme": "2 MiB blocks offloaded and onboarded against fio",
     "recovery": "a start on 100,000 blocks: clean, after kill -9, and by a scan of all headers",
+    "space": "write amplification of a full store under Zipf-distributed reuse",
     "prefetch": "a cold sequential read with the prefetch window against one without",
     "index": "the page table against bare memory and a dict; its memory and pauses; the adaptive front",
     "trace": "hits of the default eviction policy on a trace (FILE) against six others and the bound",
