@@ -14,6 +14,7 @@ from kvtierd.core.errors import ExitCode, StartupError
 from kvtierd.core.units import PAGE_BYTES
 from kvtierd.storage.interface import IoMode
 from kvtierd.storage.io import Space, compare_transfers
+from kvtierd.storage.punch import punch_and_claim
 
 REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 """How file systems say that they have no O_DIRECT, at open or at the first transfer."""
@@ -56,6 +57,10 @@ class PosixFile:
     def write(self, buffers: Sequence[Bytes], offset: int) -> int:
         """One pwritev."""
         return os.pwritev(self._fd, [buffer.data for buffer in buffers[:IOV_MAX]], offset)
+
+    def punch(self, offset: int, length: int) -> None:
+        """Give pages back to the device; the space stays ours."""
+        punch_and_claim(self._fd, offset, length)
 
     def sync(self) -> None:
         """Fdatasync: O_DIRECT leaves the device's cache and the file's metadata to be flushed."""

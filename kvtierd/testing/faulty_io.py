@@ -19,9 +19,10 @@ from kvtierd.core.checksum import Bytes
 from kvtierd.storage.interface import IoMode
 from kvtierd.storage.io import SegmentFile, Space, StorageIo
 from kvtierd.storage.metadata import MetadataFiles, metadata_of
+from kvtierd.storage.space import Punchable
 
 Operation = Literal[
-    "create", "open", "read", "write", "sync", "remove", "sync_directory",
+    "create", "open", "read", "write", "punch", "sync", "remove", "sync_directory",
     "list_small", "read_small", "create_small", "append_small", "sync_small", "replace_small", "remove_small",
 ]  # fmt: skip
 """What a call does; `…_small` are calls about the small files, journal and checkpoints."""
@@ -188,6 +189,14 @@ class FaultyFile:
         moved = transfer(_first(buffers, wanted), offset) if wanted else 0
         fault.raise_if_error()
         return moved
+
+    def punch(self, offset: int, length: int) -> None:
+        """Punch, or fail before; a file that cannot says so."""
+        if (fault := self._io.fault_of("punch", self._name, offset, length)) is not None:
+            fault.raise_if_error()
+        if not isinstance(self._inner, Punchable):
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        self._inner.punch(offset, length)
 
     def sync(self) -> None:
         """Sync, or fail before."""

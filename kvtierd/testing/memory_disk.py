@@ -113,6 +113,10 @@ class MemoryFile:
             self._image.unsynced.append((offset, data))
         return data.size
 
+    def punch(self, offset: int, length: int) -> None:
+        """Zeros, at once or never: until a sync a loss of power may undo it."""
+        self.write([np.zeros(length, np.uint8)], offset)
+
     def sync(self) -> None:
         """Make what was written stable."""
         with self._disk.guard:
