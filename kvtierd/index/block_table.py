@@ -87,6 +87,7 @@ class BlockTable:
     extent_page   uint32   offset in the segment / 4096
     block_sum     uint64   checksum of the block
     heat          uint16   heat at the last use, see kvtierd.policy.heat
+    pins          uint16   how many hold a pin
     flags         uint8    the owner's: where the block is
     marks         uint8    the owner's: what became of it
     moves         uint16   the owner's
@@ -118,10 +119,11 @@ class BlockTable:
         self.moves: npt.NDArray[np.uint16] = fields["moves"]
         self.next_row: Rows = fields["next_row"]
         self.block_sum: npt.NDArray[np.uint64] = reserve((capacity,), np.uint64)
+        self.pins: npt.NDArray[np.uint16] = reserve((capacity,), np.uint16)
         self._words: npt.NDArray[Any] = self.records.view(np.int32)
         self._freed: Rows = reserve((capacity,), np.int32)
         self._counts = np.zeros(2, np.int64)
-        self._backing = [Backing(array, ROWS_AHEAD) for array in (self.records, self.block_sum, self._freed)]
+        self._backing = [Backing(array, ROWS_AHEAD) for array in (self.records, self.block_sum, self.pins, self._freed)]
 
     def __len__(self) -> int:
         """Rows in use."""
@@ -140,6 +142,7 @@ class BlockTable:
         """
         rows = np.empty(count, np.int32)
         taken = _alloc(self._words, self._freed, self._counts, rows)
+        self.pins[rows[:taken]] = 0
         used = self._counts.item(_FRESH)
         for backing in self._backing:
             backing.reached(used)
@@ -153,5 +156,5 @@ class BlockTable:
             raise ValueError(f"row {rows[done]} is not in use; {len(self)} rows of {self.capacity} are")
 
     def bytes_per_block(self) -> int:
-        """RAM per row, everything counted: record, checksum, place on the free list."""
-        return RECORD_BYTES + self.block_sum.itemsize + self._freed.itemsize
+        """RAM per row, everything counted: record, checksum, pins, place on the free list."""
+        return RECORD_BYTES + self.block_sum.itemsize + self.pins.itemsize + self._freed.itemsize

@@ -5,7 +5,7 @@ import pytest
 
 from kvtierd.index.block_table import NO_NAMESPACE, RECORD, BlockTable
 
-COLUMNS = ("namespace", "extent_page", "heat", "flags", "marks", "moves", "last_access_s")
+COLUMNS = ("namespace", "extent_page", "heat", "pins", "flags", "marks", "moves", "last_access_s")
 
 
 def test_a_new_row_is_a_block_that_is_nowhere():
@@ -91,5 +91,5 @@ def test_a_large_table_takes_memory_only_as_it_is_used():
     blocks = BlockTable(1 << 28)
     rows = blocks.alloc(1000)
     blocks.key[rows] = 1
-    assert blocks.bytes_per_block() == 76
+    assert blocks.bytes_per_block() == 78
     assert blocks.records.nbytes == 1 << 34
