@@ -23,7 +23,7 @@ make-venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || \
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 
-.PHONY: help install run test check kernels engines-env test-engines test-system bench clean distclean
+.PHONY: help install run test check kernels engines-env test-engines test-system docs bench clean distclean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -81,6 +81,10 @@ kernels: $(DEV) ## Compile every CUDA kernel for every architecture; registers a
 test-system: $(DEV) ## Boot a real systemd, as root, and run the service in it
 	@./.ci/debian-packages systemd
 	@$(BIN)/python -m pytest tests/system $(PYTEST_ARGS)
+
+docs: $(DEV) ## Write what is generated: the reference configuration and the list of metrics
+	@$(BIN)/python -m kvtierd.config.reference >systemd/kvtierd.yaml
+	@$(BIN)/python -m kvtierd.daemon.families >docs/METRICS.md
 
 bench: $(DEV) ## Measure every figure against its reference
 	@$(BIN)/kvtierctl bench $(BENCH_ARGS)

@@ -14,16 +14,23 @@ from kvtierd.config.schema import Settings
 from kvtierd.core.clock import Clock, SystemClock
 from kvtierd.core.progress import Progress
 from kvtierd.core.units import format_bytes
-from kvtierd.daemon.directories import Places
+from kvtierd.daemon.census import Census, count
+from kvtierd.daemon.directories import Places, prepare_admin
+from kvtierd.daemon.http import HttpServer
 from kvtierd.daemon.liveness import DEFAULT_STALL_S, Liveness, Watchdog, long_step
+from kvtierd.daemon.pages import Pages
 from kvtierd.daemon.report import reporter
+from kvtierd.daemon.requests import RequestLog, WatchedEvents
 from kvtierd.gpu import open_device
+from kvtierd.protocol.endpoint import SOCKET_NAME
 from kvtierd.protocol.events import EventPublisher
 from kvtierd.protocol.server import Server
 from kvtierd.protocol.sessions import Limits
 from kvtierd.storage import SegmentStore
 from kvtierd.telemetry.notify import watchdog_period_s
+from kvtierd.tiers.copies import EventSink
 from kvtierd.tiers.manager import TierManager
+from kvtierd.tiers.namespaces import NamespaceEntry
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +41,11 @@ DRAIN_REQUESTS_S = 5.0
 class Daemon:
     """All parts of a serving daemon."""
 
-    def __init__(self, manager: TierManager, server: Server, liveness: Liveness) -> None:
+    def __init__(self, manager: TierManager, server: Server, liveness: Liveness, requests: RequestLog) -> None:
         self.endpoint = server.endpoint
-        self.draining = False
+        self.requests = requests
+        self._held = False
+        self._stopping = False
         self._manager = manager
         self._server = server
         self._liveness = liveness
@@ -59,7 +68,7 @@ class Daemon:
 
     def status(self) -> str:
         """One line for `systemctl status`."""
-        if self.draining:
+        if self._held or self._stopping:
             return f"draining, {format_bytes(self._manager.backlog_bytes)} to write; reads go on"
         stats = self._manager.stats()
         tiers = ", ".join(f"{tier} {stats[f'{tier}_blocks']}" for tier in ("gpu", "host", "nvme"))
@@ -69,13 +78,41 @@ class Daemon:
         """Every statistic by name."""
         return self._manager.stats()
 
+    def stuck(self) -> str:
+        """What does not get on; "" while all does."""
+        return self.watchdog.stuck
+
+    def unready(self) -> str:
+        """Why clients should not come now; "" when they may."""
+        return self.stuck() or ("draining" if self._held or self._stopping else "")
+
+    def census(self) -> Census:
+        """Blocks by state and namespace; a pass over the block table, for a thread."""
+        copies = self._manager.copies
+        return count(copies.blocks.table, len(copies.namespaces))
+
+    def namespaces(self, census: Census) -> list[dict[str, Any]]:
+        """Every namespace with the number of its blocks."""
+        counts = census.by_namespace.tolist()
+        entries = self._manager.copies.namespaces.entries
+        return [_described(entry, blocks) for entry, blocks in zip(entries, counts, strict=False)]
+
+    def hold_stores(self, *, yes: bool) -> int:
+        """An operator's wish: take no more stores, or take them again; bytes that are not on disk yet."""
+        if self._held != yes:
+            log.info("an operator said: %s", "take no more stores" if yes else "take stores again")
+        self._held = yes
+        self._manager.take_stores(yes=not (self._held or self._stopping))
+        return self._manager.backlog_bytes
+
     def apply(self, settings: Settings) -> None:
         """Take over those settings that may change now."""
         self._manager.apply(settings)
+        self.requests.slow_ms = settings.metrics.slow_ms
 
     async def drain(self) -> None:
         """Flush the dirty backlog while lookups go on, then let requests in flight end."""
-        self.draining = True
+        self._stopping = True
         log.info("flushing %s", format_bytes(self._manager.backlog_bytes))
         async with long_step(self.status, self._liveness):
             await self._manager.drain()
@@ -88,13 +125,16 @@ class Daemon:
 async def compose(settings: Settings, places: Places) -> AsyncIterator[Daemon]:
     """Build every part in order; take them apart in reverse. The caller holds the runtime folder's lock."""
     clock = SystemClock()
+    requests, pages = RequestLog(clock, settings.metrics.slow_ms), Pages()
     async with AsyncExitStack() as parts:
+        await _start_pages(parts, settings, places, pages)
         events = _start_events(parts, places) if settings.server.events else None
         store = SegmentStore(settings.nvme, clock=clock) if settings.nvme.directory else None
         disk = {"nvme": store.progress} if store is not None else dict[str, Progress]()
         stall_s = watchdog_period_s() or DEFAULT_STALL_S
         async with long_step(lambda: "recovering the nvme tier", Liveness(disk, stall_s, clock)):
-            manager = await _start_manager(parts, settings, clock, events, store)
+            sink = WatchedEvents(events, requests) if events is not None else None
+            manager = await _start_manager(parts, settings, clock, sink, store)
         server = Server(
             manager,
             places.tenant,
@@ -103,15 +143,29 @@ async def compose(settings: Settings, places: Places) -> AsyncIterator[Daemon]:
             chunks=manager,
             clock=clock,
             name=f"kvtierd {__version__}",
+            observer=requests,
         )
+        manager.reports.append(requests.statistics)
         manager.reports.append(reporter(server, events))
         parts.push_async_callback(server.close)
         await server.start(replace_stale=True)
         if server.arena is not None:
             manager.on_chunk_gone(server.arena.chunk_gone)
-        daemon = Daemon(manager, server, Liveness({"copies": manager.progress, **disk}, stall_s, clock))
+        liveness = Liveness({"copies": manager.progress, **disk}, stall_s, clock)
+        pages.viewed = daemon = Daemon(manager, server, liveness, requests)
         parts.push_async_callback(daemon.close)
         yield daemon
+
+
+async def _start_pages(parts: AsyncExitStack, settings: Settings, places: Places, pages: Pages) -> None:
+    """Metrics on loopback and the operators' socket: first of all, so that a long recovery can be looked at."""
+    folder = prepare_admin(places)
+    operators, public = HttpServer(pages.operators()), HttpServer(pages.public())
+    for server in (operators, public):
+        parts.push_async_callback(server.close)
+    await operators.listen_unix(folder / SOCKET_NAME)
+    if settings.metrics.listen:
+        await public.listen_tcp(settings.metrics.listen)
 
 
 def _start_events(parts: AsyncExitStack, places: Places) -> EventPublisher:
@@ -125,7 +179,7 @@ async def _start_manager(
     parts: AsyncExitStack,
     settings: Settings,
     clock: Clock,
-    events: EventPublisher | None,
+    events: EventSink | None,
     store: SegmentStore | None,
 ) -> TierManager:
     """The manager owns store and device from the moment it has them, and closes them."""
@@ -148,3 +202,19 @@ def _limits(settings: Settings) -> Limits:
         session_idle_s=server.session_idle_s,
         lease_ttl_ms=settings.leases.ttl_ms,
     )
+
+
+def _described(entry: NamespaceEntry, blocks: int) -> dict[str, Any]:
+    space = entry.namespace
+    return {
+        "digest": entry.digest.hex(),
+        "tenant": entry.tenant,
+        "model": space.model,
+        "revision": space.revision,
+        "dtype": entry.geometry.dtype,
+        "block_size": entry.geometry.block_size,
+        "block_bytes": entry.geometry.block_bytes,
+        "loss_allowed": entry.allow_loss,
+        "blocks": blocks,
+        "bytes": blocks * entry.geometry.slot_bytes,
+    }

@@ -7,12 +7,14 @@ import os
 import stat
 from pathlib import Path
 
+from kvtierd.config.check import ADMIN_FOLDER
 from kvtierd.config.schema import Settings
 from kvtierd.core.errors import ExitCode, StartupError
 
 RUNTIME_MODE = 0o755
 TENANT_MODE = 0o750
 DATA_MODE = 0o750
+ADMIN_MODE = 0o700
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,6 +42,16 @@ def prepare_runtime(places: Places) -> None:
     """Make the folders of the sockets. Raises StartupError (74) with one line."""
     _make(places.runtime, RUNTIME_MODE, "runtime folder")
     _make(places.tenant, TENANT_MODE, "tenant's folder")
+
+
+def prepare_admin(places: Places) -> Path:
+    """Make the folder of the operators' socket, for this user and root only. Raises StartupError (74)."""
+    folder = places.runtime / ADMIN_FOLDER
+    _make(folder, ADMIN_MODE, "operators' folder")
+    if stat.S_IMODE(folder.stat().st_mode) & 0o077:
+        message = f"the operators' folder {folder} is open to others; take that right away (chmod 0700)"
+        raise StartupError(ExitCode.IO, message)
+    return folder
 
 
 def prepare_data(places: Places) -> None:

@@ -44,7 +44,7 @@ def _files(root: Path) -> set[str]:
 
 def test_reference_configuration_is_that_of_the_schema() -> None:
     text = (importlib.resources.files("kvtierd.systemd") / "kvtierd.yaml").read_text()
-    assert text == reference(), "run: python -m kvtierd.config.reference >systemd/kvtierd.yaml"
+    assert text == reference(), "run: make docs"
 
 
 def test_reference_configuration_says_what_is_so_without_it(tmp_path: Path) -> None:

@@ -1,0 +1,160 @@
+"""What can be asked over HTTP: metrics and health on loopback, and on the operators' socket what only they may see."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from http import HTTPStatus
+from typing import Any, Protocol
+
+import msgspec
+
+from kvtierd.daemon.census import Census
+from kvtierd.daemon.families import BLOCK_STATES, REQUEST_SECONDS, collect
+from kvtierd.daemon.http import Asked, Handler, Page
+from kvtierd.daemon.requests import RequestLog
+from kvtierd.daemon.state import in_sections
+from kvtierd.telemetry.fields import plain
+from kvtierd.telemetry.prometheus import CONTENT_TYPE, render
+
+
+class Viewed(Protocol):
+    """The daemon as pages see it."""
+
+    requests: RequestLog
+
+    def state(self) -> Mapping[str, Any]:
+        """Every statistic by name."""
+        ...
+
+    def status(self) -> str:
+        """One line: what it does."""
+        ...
+
+    def stuck(self) -> str:
+        """What does not get on; "" while all does."""
+        ...
+
+    def unready(self) -> str:
+        """Why clients should not come now; "" when they may."""
+        ...
+
+    def census(self) -> Census:
+        """Blocks by state and namespace; called in a thread."""
+        ...
+
+    def namespaces(self, census: Census) -> list[dict[str, Any]]:
+        """Every namespace with its blocks."""
+        ...
+
+    def hold_stores(self, *, yes: bool) -> int:
+        """Take no more stores, or take them again; bytes that are not on disk yet."""
+        ...
+
+
+class Pages:
+    """Answers about a daemon; before there is one, pages say that it starts."""
+
+    def __init__(self) -> None:
+        self.viewed: Viewed | None = None
+
+    def public(self) -> Mapping[tuple[str, str], Handler]:
+        """For anybody on this machine: numbers, and no name of a tenant, a model or a client."""
+        return {
+            ("GET", "/metrics"): self.metrics,
+            ("GET", "/healthz"): self.healthz,
+            ("GET", "/readyz"): self.readyz,
+        }
+
+    def operators(self) -> Mapping[tuple[str, str], Handler]:
+        """For root and the daemon's own user, whom the kernel lets through to the socket."""
+        return {
+            **self.public(),
+            ("GET", "/info"): self.info,
+            ("GET", "/slowlog"): self.slowlog,
+            ("GET", "/watch"): self.watch,
+            ("GET", "/namespaces"): self.namespaces,
+            ("POST", "/drain"): self.drain,
+        }
+
+    async def metrics(self, _asked: Asked) -> Page:
+        """Everything that is counted."""
+        if self.viewed is None:
+            return _starting()
+        viewed = self.viewed
+        census = await asyncio.to_thread(viewed.census)
+        states = [({"tier": tier, "state": state}, count) for (tier, state), count in census.states().items()]
+        seconds = [({"operation": name}, histogram) for name, histogram in viewed.requests.seconds.items()]
+        text = render([*collect(viewed.state()), (BLOCK_STATES, states), (REQUEST_SECONDS, seconds)])
+        return Page(text.encode(), CONTENT_TYPE)
+
+    async def healthz(self, _asked: Asked) -> Page:
+        """200 while it gets on, while starting too."""
+        stuck = self.viewed.stuck() if self.viewed is not None else ""
+        return _verdict(stuck)
+
+    async def readyz(self, _asked: Asked) -> Page:
+        """200 while clients are served."""
+        return _starting() if self.viewed is None else _verdict(self.viewed.unready())
+
+    async def info(self, asked: Asked) -> Page:
+        """Statistics by section."""
+        if self.viewed is None:
+            return _starting()
+        sections: dict[str, Any] = in_sections(self.viewed.state())
+        if wanted := asked.query.get("section"):
+            if wanted not in sections:
+                raise ValueError(f"there is no section {wanted!r}; there are {', '.join(sections)}")
+            sections = {wanted: sections[wanted]}
+        return _json({"status": self.viewed.status(), "sections": sections})
+
+    async def slowlog(self, asked: Asked) -> Page:
+        """Requests that took long."""
+        if self.viewed is None:
+            return _starting()
+        requests = self.viewed.requests
+        return _page_of(requests.slow.since(_number(asked, "after", 0)), slow_ms=requests.slow_ms)
+
+    async def watch(self, asked: Asked) -> Page:
+        """What happened since the last question."""
+        return _starting() if self.viewed is None else _page_of(self.viewed.requests.watch(_number(asked, "after", -1)))
+
+    async def namespaces(self, _asked: Asked) -> Page:
+        """Every namespace with its blocks."""
+        if self.viewed is None:
+            return _starting()
+        census = await asyncio.to_thread(self.viewed.census)
+        return _json({"namespaces": self.viewed.namespaces(census)})
+
+    async def drain(self, asked: Asked) -> Page:
+        """Take no more stores, or take them again (`?undo=1`)."""
+        if self.viewed is None:
+            return _starting()
+        left = self.viewed.hold_stores(yes=asked.query.get("undo", "0") != "1")
+        return _json({"backlog_bytes": left, "status": self.viewed.status()})
+
+
+def _page_of(found: tuple[Iterable[Any], int, int], **more: Any) -> Page:
+    entries, following, skipped = found
+    return _json({"entries": entries, "next": following, "skipped": skipped, **more})
+
+
+def _json(value: Any) -> Page:
+    return Page(msgspec.json.encode(value, enc_hook=plain) + b"\n", "application/json")
+
+
+def _verdict(problem: str) -> Page:
+    status = HTTPStatus.SERVICE_UNAVAILABLE if problem else HTTPStatus.OK
+    return Page(f"{problem or 'ok'}\n".encode(), status=status)
+
+
+def _starting() -> Page:
+    return Page(b"starting\n", status=HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+def _number(asked: Asked, name: str, default: int) -> int:
+    text = asked.query.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}; a whole number is wanted") from None
