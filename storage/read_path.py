@@ -11,7 +11,7 @@ from kvtierd.storage.appender import BREATH
 from kvtierd.storage.interface import ReadItem
 from kvtierd.storage.layout import block_shape
 from kvtierd.storage.pool import IoPool
-from kvtierd.storage.reader import Fetch, ReadRun, item_error, read_run
+from kvtierd.storage.reader import Fetch, ReadRun, fetch_run, item_error, verify_run
 from kvtierd.storage.ring import Ring
 from kvtierd.storage.segment import Segment, fingerprint
 
@@ -67,7 +67,7 @@ class ReadPath:
         return segment
 
     async def _execute(self, run: ReadRun) -> None:
-        submitted = self._pool.submit(lambda scratch: read_run(run, scratch), urgent=True)
+        submitted = self._pool.read(lambda scratch: fetch_run(run, scratch), lambda _: verify_run(run), run.length)
         try:
             await asyncio.wait([submitted])
         finally:

@@ -35,6 +35,7 @@ class ReadRun:
     fetches: list[Fetch] = dataclasses.field(default_factory=list)
     length: int = 0
     headers: int = 0
+    views: list[Bytes] = dataclasses.field(default_factory=list)
 
     @property
     def end(self) -> int:
@@ -60,19 +61,30 @@ class ReadRun:
         )
 
 
-def read_run(run: ReadRun, scratch: Scratch) -> None:
-    """Fetch and verify. When a request for several fails, each is tried alone: a bad sector costs one block."""
+def fetch_run(run: ReadRun, scratch: Scratch) -> None:
+    """Bring the bytes. When a request for several fails, each is tried alone: a bad sector costs one block.
+
+    Headers stay in the thread's scratch until `verify_run`, its next step.
+    """
+    run.views = _views(run, scratch)
     try:
-        headers = _transfer(run, run.fetches, scratch)
+        _transfer(run, run.fetches, run.views, scratch)
     except OSError as error:
         if len(run.fetches) == 1:
             run.fetches[0].error = _read_error(run, run.fetches[0], error)
             return
-        for fetch in run.fetches:
-            _read_alone(run, fetch, scratch)
-        return
-    for fetch, header in zip(run.fetches, headers, strict=True):
-        fetch.error = _verify(run.life, fetch.item, header)
+        for fetch, view in zip(run.fetches, run.views, strict=True):
+            try:
+                _transfer(run, [fetch], [view], scratch)
+            except OSError as cause:
+                fetch.error = _read_error(run, fetch, cause)
+
+
+def verify_run(run: ReadRun) -> None:
+    """Check what was fetched; outcomes are left in `Fetch.error`."""
+    for fetch, view in zip(run.fetches, run.views, strict=True):
+        if fetch.error is None:
+            fetch.error = _verify(run.life, fetch.item, view)
 
 
 def item_error(item: ReadItem) -> StorageError | None:
@@ -88,23 +100,19 @@ def item_error(item: ReadItem) -> StorageError | None:
     return None
 
 
-def _read_alone(run: ReadRun, fetch: Fetch, scratch: Scratch) -> None:
-    try:
-        (header,) = _transfer(run, [fetch], scratch)
-    except OSError as error:
-        fetch.error = _read_error(run, fetch, error)
-    else:
-        fetch.error = _verify(run.life, fetch.item, header)
-
-
-def _transfer(run: ReadRun, fetches: list[Fetch], scratch: Scratch) -> list[Bytes]:
-    buffers: list[Bytes] = []
+def _views(run: ReadRun, scratch: Scratch) -> list[Bytes]:
+    """A place for each header."""
+    views: list[Bytes] = []
     used = 0
-    for fetch in fetches:
-        buffers += (scratch.headers[used : used + fetch.shape.header_bytes], fetch.item.out)
+    for fetch in run.fetches:
+        views.append(scratch.headers[used : used + fetch.shape.header_bytes])
         used += fetch.shape.header_bytes
+    return views
+
+
+def _transfer(run: ReadRun, fetches: list[Fetch], views: list[Bytes], scratch: Scratch) -> None:
+    buffers = [buffer for fetch, view in zip(fetches, views, strict=True) for buffer in (view, fetch.item.out)]
     read_exact(run.segment.file, buffers, fetches[0].item.extent.offset, scratch)
-    return buffers[::2]
 
 
 def _read_error(run: ReadRun, fetch: Fetch, error: OSError) -> StorageError:

@@ -14,7 +14,7 @@ from kvtierd.storage.pool import IoPool
 from kvtierd.storage.record import Kill, Kind
 from kvtierd.storage.ring import Ring
 from kvtierd.storage.segment import Segment, Unsynced, fingerprint
-from kvtierd.storage.writer import Draft, Run, block_draft, item_error, write_run
+from kvtierd.storage.writer import Draft, Run, block_draft, check_run, item_error, write_run
 
 MAX_PENDING_KILLS = 65_536
 """When so many blocks wait to be struck out, the disk takes nothing at all: no more writes are tried before it does."""
@@ -143,7 +143,7 @@ class WritePath:
                 self._enter_unplaced(draft)
 
     async def _execute(self, run: Run) -> None:
-        submitted = self._pool.submit(lambda scratch: write_run(run, scratch), urgent=False)
+        submitted = self._pool.write(lambda _: check_run(run), lambda scratch: write_run(run, scratch), run.length)
         try:
             await submitted
         finally:

@@ -79,10 +79,14 @@ class Run:
         )
 
 
-def write_run(run: Run, scratch: Scratch) -> None:
-    """Verify each source, then write what is good; what is not leaves a hole. Outcomes are left in `Draft.error`."""
+def check_run(run: Run) -> None:
+    """Verify each source; what is not good leaves a hole. Outcomes are left in `Draft.error`."""
     for draft in run.drafts:
         draft.error = _source_error(draft)
+
+
+def write_run(run: Run, scratch: Scratch) -> None:
+    """Write what `check_run` found good. Outcomes are left in `Draft.error`."""
     for piece in _pieces(run.drafts):
         try:
             _write_piece(run, piece, scratch)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 
+from kvtierd.storage.buffers import Scratch
 from kvtierd.storage.pool import IoPool
 
 
@@ -20,21 +23,84 @@ def test_as_many_jobs_run_at_once_as_there_are_threads() -> None:
     asyncio.run(check())
 
 
-def test_urgent_jobs_overtake_and_patient_ones_are_not_starved() -> None:
+def test_reads_overtake_writes_and_urgent_jobs_overtake_both() -> None:
     async def check() -> None:
         pool = IoPool(1)
         gate, order = threading.Event(), []
+
+        def log(kind: str, number: int) -> Callable[[Scratch], None]:
+            return lambda _: order.append((kind, number))
+
         jobs = [pool.submit(lambda _: gate.wait(30), urgent=True)]
-        jobs += [pool.submit(lambda _, n=n: order.append(("patient", n)), urgent=False) for n in range(3)]
-        jobs += [pool.submit(lambda _, n=n: order.append(("urgent", n)), urgent=True) for n in range(20)]
+        jobs += [pool.write(log("check", n), log("write", n), 4096) for n in range(3)]
+        jobs += [pool.submit(log("patient", n), urgent=False) for n in range(3)]
+        jobs += [pool.read(log("read", n), log("verify", n), 4096) for n in range(20)]
+        jobs += [pool.submit(log("urgent", n), urgent=True) for n in range(2)]
         gate.set()
         await asyncio.gather(*jobs)
         await asyncio.to_thread(pool.close)
         kinds = [kind for kind, _ in order]
-        assert kinds[0] == "urgent"
-        assert [n for kind, n in order if kind == "urgent"] == list(range(20))
-        assert [n for kind, n in order if kind == "patient"] == list(range(3))
-        assert max(i for i, kind in enumerate(kinds) if kind == "patient") < 16, "a patient job waited for all reads"
+        assert kinds[:2] == ["urgent"] * 2
+        assert kinds[2:42] == ["read", "verify"] * 20
+        assert kinds[42:45] == ["patient"] * 3
+        assert sorted(kinds[45:]) == ["check"] * 3 + ["write"] * 3
+        for kind in ("read", "write", "patient"):
+            numbers = [number for its, number in order if its == kind]
+            assert numbers == sorted(numbers), "a kind keeps its order"
+
+    asyncio.run(check())
+
+
+def test_writes_get_their_turn_while_reads_never_end() -> None:
+    async def check() -> None:
+        pool = IoPool(1)
+        written = pool.write(lambda _: None, lambda _: "written", 4096)
+        reads = 0
+        while not written.done():
+            await pool.read(lambda _: time.sleep(0.001), lambda _: None, 4096)
+            reads += 1
+            assert reads < 1000, "the write waited for all reads"
+        assert await written == "written"
+        await asyncio.to_thread(pool.close)
+
+    asyncio.run(check())
+
+
+def test_verifying_does_not_keep_the_device_waiting() -> None:
+    async def check() -> None:
+        pool = IoPool(2)
+        second_is_read = threading.Event()
+        first = pool.read(lambda _: None, lambda _: second_is_read.wait(30), 4096)
+        await pool.read(lambda _: second_is_read.set(), lambda _: None, 4096)
+        await first
+        await asyncio.to_thread(pool.close)
+
+    asyncio.run(check())
+
+
+def test_failed_check_of_a_write_is_raised_and_nothing_is_transferred() -> None:
+    async def check() -> None:
+        pool = IoPool(1)
+        transferred = []
+        with pytest.raises(ZeroDivisionError):
+            await pool.write(lambda _: 1 // 0, transferred.append, 4096)
+        with pytest.raises(ZeroDivisionError):
+            await pool.read(lambda _: 1 // 0, transferred.append, 4096)
+        assert not transferred
+        assert await pool.read(lambda _: 5, lambda _: None, 4096) == 5
+        await asyncio.to_thread(pool.close)
+
+    asyncio.run(check())
+
+
+def test_closing_runs_what_was_submitted() -> None:
+    async def check() -> None:
+        pool = IoPool(3)
+        done = []
+        jobs = [pool.write(lambda _: time.sleep(0.001), lambda _, n=n: done.append(n), 4096) for n in range(20)]
+        await asyncio.to_thread(pool.close)
+        await asyncio.gather(*jobs)
+        assert sorted(done) == list(range(20))
 
     asyncio.run(check())
 
