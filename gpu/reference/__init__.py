@@ -1,0 +1,1 @@
+"""Plain and exact forms of the kernels, to check them against."""

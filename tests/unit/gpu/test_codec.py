@@ -1,0 +1,188 @@
+"""Blocks in FP8: every dtype, layout and shape against the definition in float64, errors included."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtierd.core.geometry import Geometry
+from kvtierd.gpu.codec import BlockCodec
+from kvtierd.gpu.codec_layout import Codec, EncodedLayout, choose_codec
+from kvtierd.gpu.reference import codec as oracle
+
+Bytes = npt.NDArray[np.uint8]
+
+SHAPES = {
+    "plain": {"block_size": 16, "layers": 3, "kv_heads": 2, "k_dim": 64, "v_dim": 64},
+    "tails": {"block_size": 5, "layers": 2, "kv_heads": 3, "k_dim": 80, "v_dim": 33},
+    "wide K": {"block_size": 4, "layers": 1, "kv_heads": 2, "k_dim": 192, "v_dim": 128},
+    "latent": {"block_size": 7, "layers": 2, "kv_heads": 1, "k_dim": 576, "v_dim": 0},
+    "tiny": {"block_size": 1, "layers": 1, "kv_heads": 1, "k_dim": 1, "v_dim": 2},
+}
+
+
+def random_block(geometry: Geometry, seed: int, spread: float = 1.0) -> Bytes:
+    """A block in slot form of normally distributed elements; its padding is noise, which must not matter."""
+    rng = np.random.default_rng(seed)
+    block = rng.integers(0, 256, geometry.slot_bytes, np.uint8)
+    for layer in range(geometry.layers):
+        begin = layer * geometry.layer_stride
+        part = block[begin : begin + geometry.layer_bytes]
+        part[:] = _raw(rng.standard_normal(part.size // _width(geometry)) * spread, geometry.dtype)
+    return block
+
+
+def _width(geometry: Geometry) -> int:
+    return 4 if geometry.dtype == "fp32" else 2
+
+
+def _raw(values: npt.NDArray[np.float64], dtype: str) -> Bytes:
+    if dtype == "bf16":
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    return values.astype(np.float16 if dtype == "fp16" else np.float32).view(np.uint8)
+
+
+def encode(block: Bytes, geometry: Geometry) -> tuple[BlockCodec, Bytes]:
+    codec = BlockCodec(geometry)
+    target = np.full(codec.layout.slot_bytes, 0xEE, np.uint8)
+    codec.encode(block, target)
+    return codec, target
+
+
+def codes_by_group(encoded: Bytes, layout: EncodedLayout, layer: int) -> list[Bytes]:
+    """The codes of each group in the order of memory, read by the layout's table alone."""
+    shape, begin = layout.geometry, layer * layout.layer_stride
+    found: list[Bytes] = []
+    for first, count, dim in ((0, layout.k_codes, shape.k_dim), (layout.k_codes, layout.v_codes, shape.v_dim)):
+        part = encoded[begin + first : begin + first + count]
+        if dim and shape.layout == "hnd":
+            found += list(part.reshape(shape.kv_heads, -1))
+        elif dim:
+            found += [head.reshape(-1) for head in part.reshape(shape.block_size, shape.kv_heads, dim).swapaxes(0, 1)]
+    return found
+
+
+def assert_agrees_with_the_oracle(block: Bytes, geometry: Geometry) -> None:
+    codec, encoded = encode(block, geometry)
+    back = np.full(geometry.slot_bytes, 0xEE, np.uint8)
+    codec.decode(encoded, back)
+    for layer in range(geometry.layers):
+        wanted = [oracle.encode_group(group) for group in oracle.layer_groups(block, geometry, layer)]
+        for group, (codes, values) in enumerate(
+            zip(codes_by_group(encoded, codec.layout, layer), oracle.layer_groups(back, geometry, layer), strict=True)
+        ):
+            expected = wanted[group]
+            assert np.array_equal(codes, expected.codes), (layer, group)
+            assert codec.scales(encoded)[layer, group] == expected.scale
+            np.testing.assert_array_equal(values, oracle.decoded(codes, expected.scale, geometry.dtype))
+        np.testing.assert_allclose(codec.relative_l2(encoded)[layer], [w.relative_l2 for w in wanted], rtol=1e-5)
+        np.testing.assert_allclose(codec.largest_error(encoded)[layer], [w.largest_error for w in wanted], rtol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_case_25_every_dtype_layout_and_shape_agrees_with_the_definition(shape: str, dtype: str, layout: str) -> None:
+    geometry = Geometry(**SHAPES[shape], dtype=dtype, layout=layout)
+    assert_agrees_with_the_oracle(random_block(geometry, 7), geometry)
+
+
+@given(st.data())
+def test_any_bits_at_all_agree_with_the_definition(data: st.DataObject) -> None:
+    """Random bits hold NaN, Inf, denormals and sizes from one end of the range to the other."""
+    dtype = data.draw(st.sampled_from(["bf16", "fp16", "fp32"]))
+    geometry = Geometry(
+        block_size=data.draw(st.integers(1, 9)),
+        layers=1,
+        kv_heads=data.draw(st.integers(1, 3)),
+        k_dim=data.draw(st.integers(1, 70)),
+        v_dim=data.draw(st.integers(0, 40)),
+        dtype=dtype,
+        layout=data.draw(st.sampled_from(["nhd", "hnd"])),
+    )
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    spread = 2.0 ** data.draw(st.integers(-130, 120)) if dtype != "fp16" else 2.0 ** data.draw(st.integers(-24, 13))
+    block = random_block(geometry, int(rng.integers(2**32)), spread)
+    if data.draw(st.booleans()):
+        elements = block.view(np.uint32 if dtype == "fp32" else np.uint16)
+        places = rng.integers(0, elements.size, 3)
+        elements[places] = rng.integers(0, np.iinfo(elements.dtype).max, 3, endpoint=True).astype(elements.dtype)
+    assert_agrees_with_the_oracle(block, geometry)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_a_block_that_is_decoded_and_encoded_again_does_not_change(dtype: str) -> None:
+    geometry = Geometry(**SHAPES["plain"], dtype=dtype)
+    codec, encoded = encode(random_block(geometry, 3), geometry)
+    once, twice = np.zeros(geometry.slot_bytes, np.uint8), np.zeros(geometry.slot_bytes, np.uint8)
+    codec.decode(encoded, once)
+    codec.decode(encode(once, geometry)[1], twice)
+    assert np.array_equal(once, twice)
+
+
+def test_nan_stays_inf_saturates_and_the_error_says_so() -> None:
+    geometry = Geometry(block_size=1, layers=1, kv_heads=1, k_dim=64, v_dim=64, dtype="fp32")
+    block = np.zeros(geometry.slot_bytes, np.uint8)
+    values = block[: geometry.layer_bytes].view(np.float32)
+    values[:] = 1.0
+    values[[3, 70, 71]] = np.nan, np.inf, -np.inf
+    codec, encoded = encode(block, geometry)
+    codec.decode(encoded, block)
+    assert np.isnan(values[3])
+    assert np.count_nonzero(np.isnan(values)) == 1
+    assert (values[70], values[71]) == (448 * codec.scales(encoded)[0, 1], -448 * codec.scales(encoded)[0, 1])
+    assert codec.relative_l2(encoded).tolist() == [[0.0, np.inf]]
+    assert codec.largest_error(encoded).tolist() == [[0.0, np.inf]]
+
+
+def test_layers_can_be_done_one_by_one_and_padding_becomes_zero() -> None:
+    geometry = Geometry(**SHAPES["tails"])
+    block = random_block(geometry, 9)
+    codec, whole = encode(block, geometry)
+    pieces, back = np.full_like(whole, 0xEE), np.full_like(block, 0xEE)
+    for layer in range(geometry.layers):
+        codec.encode(block, pieces, layer, layer + 1)
+        codec.decode(pieces, back, layer, layer + 1)
+    assert np.array_equal(pieces, whole)
+    rows = back.reshape(geometry.layers, -1)
+    assert not rows[:, geometry.layer_bytes :].any()
+    assert not whole.reshape(geometry.layers, -1)[:, codec.layout.layer_bytes :].any()
+
+
+def test_the_layout_of_a_layer_is_the_documented_one() -> None:
+    layout = EncodedLayout(Geometry(block_size=128, layers=2, kv_heads=8, k_dim=128, v_dim=128))
+    assert (layout.groups, layout.k_codes, layout.v_codes) == (16, 131072, 131072)
+    assert (layout.scales_offset, layout.errors_offset, layout.layer_bytes) == (262144, 262208, 262336)
+    assert (layout.layer_stride, layout.slot_bytes) == (266240, 532480)
+    latent = EncodedLayout(Geometry(block_size=7, layers=1, kv_heads=1, k_dim=5, v_dim=0))
+    assert (latent.groups, latent.v_codes, latent.scales_offset, latent.layer_bytes) == (1, 0, 64, 76)
+
+
+@pytest.mark.parametrize("change", [{"dtype": "fp8_e4m3"}, {"dtype": "int8"}, {"layout": "opaque:engine"}])
+def test_what_has_no_fp8_form_passes_through(change: dict[str, str]) -> None:
+    geometry = Geometry(**SHAPES["plain"] | change)  # type: ignore[arg-type]
+    assert choose_codec(geometry, lossy=True) is Codec.RAW
+    with pytest.raises(ValueError, match="has no FP8 form; it stays as it is"):
+        BlockCodec(geometry)
+
+
+def test_fp8_is_chosen_only_where_loss_is_allowed_and_bytes_are_saved() -> None:
+    large, tiny = Geometry(**SHAPES["plain"] | {"layers": 4, "k_dim": 128}), Geometry(**SHAPES["tiny"])
+    assert choose_codec(large, lossy=True) is Codec.FP8_E4M3
+    assert choose_codec(large, lossy=False) is Codec.RAW
+    assert choose_codec(tiny, lossy=True) is Codec.RAW
+
+
+def test_arrays_of_another_size_and_layers_beyond_the_block_are_refused() -> None:
+    geometry = Geometry(**SHAPES["plain"])
+    codec = BlockCodec(geometry)
+    block, target = np.zeros(geometry.slot_bytes, np.uint8), np.zeros(codec.layout.slot_bytes, np.uint8)
+    with pytest.raises(ValueError, match=r"the FP8 form is uint8 \(5,\)"):
+        codec.encode(block, target[:5])
+    with pytest.raises(ValueError, match="the block is uint8"):
+        codec.decode(target, block[1:])
+    with pytest.raises(ValueError, match=r"layers 2\.\.4 are not within the block's 3"):
+        codec.encode(block, target, 2, 4)
