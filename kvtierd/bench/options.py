@@ -17,13 +17,17 @@ _ASSUMED_L3_BYTES = 32 * MIB
 class Options:
     """`quick` means fewer rounds on data of the same class of sizes. `directory` holds temporary folders.
 
-    `file` is what a bench that replays something reads, `tier_blocks` the capacities that it is replayed with.
+    `file` is what a bench that replays something reads, `tier_blocks` the capacities that it is replayed with, `plot`
+    where it draws them. With `live` it replays through a daemon, its own or the one at `endpoint`.
     """
 
     quick: bool = False
     directory: Path | None = None
     file: Path | None = None
     tier_blocks: tuple[int, ...] = ()
+    plot: Path | None = None
+    live: bool = False
+    endpoint: str = ""
 
     def rounds(self, full: int, quick: int) -> int:
         """How many rounds to run."""

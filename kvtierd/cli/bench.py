@@ -25,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", choices=[*BENCHES, "all"], metavar="NAME", help="which bench; see below")
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="trace to replay (for trace)")
     parser.add_argument("--tier-blocks", type=_counts, default=(), metavar="N,N", help="capacities to replay with")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the hit ratios as SVG (for trace)")
+    parser.add_argument("--live", action="store_true", help="replay through a daemon, with real bytes (for trace)")
+    parser.add_argument("--endpoint", default="", metavar="E", help="that daemon; without it one of its own is started")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     parser.add_argument("--quick", action="store_true", help="fewer rounds: under 40 s a bench, and noisier")
     parser.add_argument("--strict", action="store_true", help="exit 1 when a goal is missed")
@@ -50,7 +53,15 @@ def run(args: argparse.Namespace) -> int:
     if note := busy_note():
         print(f"kvtierctl bench: {note}", file=sys.stderr)
     names = list(BENCHES) if args.name == "all" else [args.name]
-    options = Options(quick=args.quick, directory=args.directory, file=args.file, tier_blocks=args.tier_blocks)
+    options = Options(
+        quick=args.quick,
+        directory=args.directory,
+        file=args.file,
+        tier_blocks=args.tier_blocks,
+        plot=args.plot,
+        live=args.live,
+        endpoint=args.endpoint,
+    )
     rows: list[Row] = []
     failed = False
     for name in names:

@@ -1,20 +1,36 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
 
 from kvtierd.bench.options import Options
+from kvtierd.bench.rows import BenchError
 from kvtierd.bench.trace import rows
 from kvtierd.bench.trace_admission import admission_rows, replay_admission
 from kvtierd.bench.trace_costs import cost_rows
 from kvtierd.bench.trace_file import make_trace
-from kvtierd.bench.trace_manager import manager_rows
+from kvtierd.bench.trace_manager import ManagerReplay, chunk_blocks, manager_rows, through_the_manager
+from kvtierd.bench.trace_plot import as_svg
 from kvtierd.bench.trace_queues import lru_hits
 from kvtierd.bench.trace_replay import SEED, Cache, replay, return_hits
 from kvtierd.bench.trace_synthetic import MAKERS, synthetic_traces
-from kvtierd.bench.trace_table import BOUND, OURS, REFERENCES, Column, as_text, capacities_for, judged, measure
+from kvtierd.bench.trace_table import (
+    BOUND,
+    MANAGER,
+    MANAGER_LRU,
+    OURS,
+    REFERENCES,
+    Column,
+    as_text,
+    capacities_for,
+    judged,
+    measure,
+    policies_of,
+)
 from kvtierd.policy.admission import AdmitAll, SecondAccess
 from kvtierd.policy.eviction import LruEviction
 from kvtierd.policy.returns import ReturnModel
@@ -119,11 +135,58 @@ def test_every_decision_has_a_cost():
     assert all(row.value > 0 and row.unit == "ns a block" for row in found)
 
 
-def test_the_real_manager_hits_what_lru_of_its_size_hits(monkeypatch):
-    monkeypatch.setattr("kvtierd.bench.trace_manager.HOST_BLOCKS", 512)
-    (trace,) = [trace for trace in synthetic_traces(400) if trace.name == "documents"]
-    speed, *steps, ratio = manager_rows(Options(), trace)
-    assert speed.value > 0
-    assert sum(step.value for step in steps) <= 1e9 / speed.value
-    assert ratio.value > 0.05
-    assert ratio.ratio == pytest.approx(1, abs=0.02)  # A request longer than the tier is stored as far as it fits.
+@pytest.mark.parametrize("capacity", [300, 512, 2000])
+def test_the_real_manager_hits_what_the_simulator_of_its_policy_hits(traces, capacity):
+    trace = traces["documents"]
+    column = measure(trace, capacity)
+    (replay,) = through_the_manager(trace, [column])
+    assert column.ratios[OURS] > 0.05
+    assert column.ratios[MANAGER_LRU] == pytest.approx(column.ratios["LRU"], abs=0.01)
+    # The tiers make room for a request before its own blocks are candidates; here a request is a tenth of the tier.
+    assert column.ratios[MANAGER] == pytest.approx(column.ratios[OURS], abs=0.04)
+    assert replay.accesses == trace.accesses
+    assert sum(replay.seconds.values()) <= replay.total_s
+
+
+def test_a_replay_through_the_manager_gives_the_same_each_time(traces):
+    trace = traces["agents"]
+    first, second = ManagerReplay(trace, 200, "returns"), ManagerReplay(trace, 200, "returns")
+    first.run_to_end(trace.requests)
+    second.run_to_end(trace.requests)
+    assert first.hits == second.hits > 0
+    assert np.array_equal(first.kept(), second.kept())
+
+
+def test_figures_of_the_manager_have_goals(traces):
+    column = measure(traces["repeats"], 400)
+    replays = through_the_manager(traces["repeats"], [column])
+    found = {row.metric.split(": ", 1)[1]: row for row in manager_rows(traces["repeats"], [column], replays)}
+    assert found["through the manager, 400 blocks: block accesses"].goal == ">= 200000"
+    assert sum(bool(row.goal) for row in found.values()) == 4
+
+
+@pytest.mark.parametrize(("blocks", "chunk"), [(10, 10), (100_000, 50_000), (65_537, 1)])
+def test_a_tier_of_the_manager_has_exactly_the_blocks_asked_for(blocks, chunk):
+    assert chunk_blocks(blocks) == chunk
+
+
+def test_the_plot_is_a_drawing_with_a_line_for_each_policy(traces):
+    trace = dataclasses.replace(traces["repeats"], name="a < b")
+    columns = [measure(trace, capacity) for capacity in (50, 500)]
+    drawn = ET.fromstring(as_svg([(trace, columns), (trace, columns[:1])]))
+    texts = [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert set(policies_of(columns)) <= set(texts)
+    assert "a < b: share of block accesses that are prefix hits" in texts
+    assert all(math.isfinite(float(point)) for point in _points(drawn))
+
+
+def _points(drawn):
+    for element in drawn.iter("{http://www.w3.org/2000/svg}polyline"):
+        yield from element.attrib["points"].replace(",", " ").split()
+
+
+def test_a_plot_that_cannot_be_written_is_named(tmp_path):
+    path = tmp_path / "two.jsonl"
+    path.write_text('{"hash_ids":[1,2]}\n')
+    with pytest.raises(BenchError, match=r"no/plot\.svg"):
+        list(rows(Options(file=path, tier_blocks=(9,), plot=tmp_path / "no" / "plot.svg")))
