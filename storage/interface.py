@@ -30,6 +30,10 @@ class IoMode(enum.StrEnum):
     BUFFERED = "buffered"
 
 
+class DiskError(StorageError):
+    """The disk refused: not the caller's mistake, and not damage of what is stored."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extent:
     """Where a stored block lies: its header is at `offset` of the segment, `length` counts header and payload."""

@@ -9,7 +9,7 @@ import numpy as np
 from kvtierd.core.checksum import Bytes, block_sum, layer_sums
 from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.storage.buffers import Scratch
-from kvtierd.storage.interface import ReadItem
+from kvtierd.storage.interface import DiskError, ReadItem
 from kvtierd.storage.io import read_exact
 from kvtierd.storage.layout import BlockShape, block_shape
 from kvtierd.storage.record import Kind, Life, RecordHeader, decode, stored_sums
@@ -118,7 +118,7 @@ def _transfer(run: ReadRun, fetches: list[Fetch], views: list[Bytes], scratch: S
 def _read_error(run: ReadRun, fetch: Fetch, error: OSError) -> StorageError:
     extent = fetch.item.extent
     where = f"segment {run.life.segment} at {extent.offset}"
-    return StorageError(f"cannot read {extent.length} bytes of {where}: {error.strerror or error}")
+    return DiskError(f"cannot read {extent.length} bytes of {where}: {error.strerror or error}")
 
 
 def _verify(life: Life, item: ReadItem, view: Bytes) -> StorageError | None:

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from kvtierd.core.errors import StorageError
 from kvtierd.core.units import PAGE_BYTES, format_bytes
 from kvtierd.storage.buffers import Scratch
-from kvtierd.storage.interface import Extent
-from kvtierd.storage.io import SegmentFile, StorageIo
+from kvtierd.storage.interface import DiskError, Extent
+from kvtierd.storage.io import SegmentFile, StorageIo, write_exact
 from kvtierd.storage.layout import FIRST_RECORD, segment_name
 from kvtierd.storage.pool import IoPool
 from kvtierd.storage.record import Life
@@ -23,6 +22,7 @@ from kvtierd.storage.space import MIN_SEGMENTS, Plan, Punchable
 
 T = TypeVar("T")
 
+TRIAL_NAME = "trial-data"
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 Reclaimed = Callable[[list[tuple[int, Extent]]], None]
@@ -144,6 +144,13 @@ class Ring:
             removed += 1
         return removed
 
+    async def give_back(self) -> None:
+        """Return a segment's space to a disk that others have filled: a free one, or the oldest."""
+        if not self._free and self._sealed:
+            await self._reclaim_oldest()
+        if self._free:
+            await self._remove(self._free.pop())
+
     async def _usable_free(self) -> Segment | None:
         while self._free:
             segment = self._free.pop()
@@ -164,7 +171,7 @@ class Ring:
         except OSError as error:
             if error.errno in NO_ROOM:
                 return None
-            raise StorageError(f"cannot make {path}: {error.strerror or error}") from error
+            raise DiskError(f"cannot make {path}: {error.strerror or error}") from error
         segment = Segment(number, path, file, size)
         self._segments[number] = segment
         return segment
@@ -189,7 +196,7 @@ class Ring:
             await self._pool.submit(lambda scratch: self._write_header(segment, life, scratch), urgent=True)
         except OSError as error:
             self._free.append(segment)
-            raise StorageError(f"cannot write the header of {segment.path}: {error.strerror or error}") from error
+            raise DiskError(f"cannot write the header of {segment.path}: {error.strerror or error}") from error
         segment.life = life
         self.header_written()
 
@@ -200,7 +207,7 @@ class Ring:
         """Announce the oldest segment's extents, wait for requests on it, and free it."""
         if not self._sealed:
             free = self._io.space(self._directory).free_bytes
-            raise StorageError(f"no room in {self._directory}: {format_bytes(free)} free, and no segment to recycle")
+            raise DiskError(f"no room in {self._directory}: {format_bytes(free)} free, and no segment to recycle")
         segment = self._sealed[0]
         await self._check_writable(segment)
         self._sealed.popleft()
@@ -228,6 +235,26 @@ class Ring:
             await self._pool.submit(empty, urgent=True)
         self.header_written()
 
+    async def try_disk(self) -> None:
+        """Make, write, sync and remove a file as segments are. Raises DiskError."""
+        path = self._directory / TRIAL_NAME
+
+        def attempt(scratch: Scratch) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._io.remove(path)
+            file = self._io.create(path, PAGE_BYTES)
+            try:
+                write_exact(file, [scratch.headers[:PAGE_BYTES]], 0, scratch)
+                file.sync()
+            finally:
+                file.close()
+                self._io.remove(path)
+
+        try:
+            await self._pool.submit(attempt, urgent=True)
+        except OSError as error:
+            raise DiskError(f"cannot write in {self._directory}: {error.strerror or error}") from error
+
     async def _check_writable(self, segment: Segment) -> None:
         """Write the header that is there once more: a disk that takes no writes must not cost us what can be read."""
         life = segment.life
@@ -235,7 +262,7 @@ class Ring:
         try:
             await self._pool.submit(lambda scratch: self._write_header(segment, life, scratch), urgent=True)
         except OSError as error:
-            raise StorageError(f"cannot recycle {segment.path}: {error.strerror or error}") from error
+            raise DiskError(f"cannot recycle {segment.path}: {error.strerror or error}") from error
 
     def _announce(self, segment: Segment) -> None:
         rows = segment.rows
@@ -253,7 +280,7 @@ class Ring:
             await self._do(lambda: self._unlink(segment.path))
         except OSError as error:
             self._free.append(segment)
-            raise StorageError(f"cannot remove {segment.path}: {error.strerror or error}") from error
+            raise DiskError(f"cannot remove {segment.path}: {error.strerror or error}") from error
         segment.file.close()
         del self._segments[segment.number]
 

@@ -15,6 +15,8 @@ COUNTERS = {
     "read_bytes": "bytes of extents read and verified",
     "read_ns": "nanoseconds that callers waited for batches of reads",
     "failed_writes": "blocks that were not stored: bad source, I/O error, no room",
+    "refused_blocks": "blocks that were not tried because the tier is degraded",
+    "degradations": "times that the tier became degraded",
     "failed_reads": "reads that the disk refused or whose extent was gone",
     "corrupt_reads": "reads whose bytes were not what was stored",
     "deleted_blocks": "blocks deleted",
@@ -45,8 +47,9 @@ GAUGES = {
     "reclaimed_segments": "segments recycled since the store was opened",
     "owed_tombstones": "kills that wait for a disk that takes them",
     "mode": "how bytes reach the disk",
+    "state": "ok, or why stores are not taken: the disk is full, fails, is read-only or gone",
 }
-"""States at the time of asking; `mode` is a text."""
+"""States at the time of asking; `mode` and `state` are texts."""
 
 
 WRITTEN = ("written_bytes", "header_bytes", "journal_bytes", "checkpoint_bytes")
@@ -58,7 +61,7 @@ def written_bytes(counters: Counter[str]) -> int:
     return sum(counters[name] for name in WRITTEN)
 
 
-def collect(counters: Counter[str], ring: Ring, owed: int, mode: IoMode) -> dict[str, int | str]:
+def collect(counters: Counter[str], ring: Ring, owed: int, mode: IoMode, cause: str) -> dict[str, int | str]:
     """All statistics by name."""
     return {
         **{name: counters[name] for name in COUNTERS},
@@ -71,4 +74,5 @@ def collect(counters: Counter[str], ring: Ring, owed: int, mode: IoMode) -> dict
         "reclaimed_segments": ring.reclaimed_segments,
         "owed_tombstones": owed,
         "mode": str(mode),
+        "state": f"degraded: {cause}" if cause else "ok",
     }

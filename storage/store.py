@@ -6,7 +6,6 @@ Everything the store knows is changed on the caller's loop; the I/O threads get 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -20,26 +19,20 @@ from kvtierd.core.clock import Clock
 from kvtierd.core.errors import ExitCode, StartupError, StorageError
 from kvtierd.core.namespace import Namespace
 from kvtierd.core.progress import Progress
-from kvtierd.core.units import PAGE_BYTES
 from kvtierd.storage import superblock
 from kvtierd.storage.directory import DirectoryLock, prepare
-from kvtierd.storage.facts import Facts, Head
-from kvtierd.storage.flusher import Flusher
-from kvtierd.storage.interface import Extent, Extents, IoMode, ReadItem, Recovered, WriteItem
+from kvtierd.storage.health import Health
+from kvtierd.storage.interface import DiskError, Extent, Extents, IoMode, ReadItem, Recovered, WriteItem
 from kvtierd.storage.io import StorageIo
 from kvtierd.storage.io_select import SelectedIo
-from kvtierd.storage.journaling import Journaling
+from kvtierd.storage.live import Live
 from kvtierd.storage.metadata import metadata_of
-from kvtierd.storage.opening import Opened, open_store
+from kvtierd.storage.opening import open_store
 from kvtierd.storage.pool import IoPool
-from kvtierd.storage.read_path import ReadPath
-from kvtierd.storage.rewriting import Heats, Moved, Rewriter
+from kvtierd.storage.rewriting import Heats, Moved
 from kvtierd.storage.ring import Reclaimed
-from kvtierd.storage.space import INDEX_BYTES_PLANNED
-from kvtierd.storage.stats import collect, written_bytes
-from kvtierd.storage.syncer import Syncer
+from kvtierd.storage.stats import collect
 from kvtierd.storage.uninterrupted import uninterrupted
-from kvtierd.storage.write_path import WritePath
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +59,7 @@ class SegmentStore:
         """Of the I/O threads, from the start of `open`."""
         self._tell: Reclaimed = lambda _: None
         self._rewriting: tuple[Heats, Moved] | None = None
-        self._live: _Live | None = None
+        self._live: Live | None = None
 
     @property
     def mode(self) -> IoMode:
@@ -108,7 +101,9 @@ class SegmentStore:
         self._namespaces.update(recovered.namespaces)
         self._counters["dropped_records"] = recovered.dropped
         recovered.notes[:0] = self._io.notes
-        self._live = _Live(opened, pool, self._namespaces, self._counters, self._announce)
+        self._live = Live(opened, pool, self._namespaces, self._counters, self._announce)
+        health = Health(self._directory, self._files, opened.ring.try_disk, self._clock, self._counters)
+        self._live.watch(health)
         if self._rewriting is not None:
             self._live.rewriter.heats, self._live.rewriter.moved = self._rewriting
         return recovered
@@ -148,6 +143,9 @@ class SegmentStore:
         if live is None:
             return [StorageError("the store is closed") for _ in items]
         begun_ns = self._clock.now_ns()
+        if not await live.health.works():
+            self._counters["refused_blocks"] += len(items)
+            return [DiskError(f"the nvme tier is degraded: {live.health.cause}") for _ in items]
         drafts = live.writes.drafts(items)
         await live.room(sum(draft.length for draft in drafts))
         if self._live is not live:
@@ -158,7 +156,10 @@ class SegmentStore:
             live.writes.disown(drafts)
             raise
         self._counters["write_ns"] += self._clock.now_ns() - begun_ns
-        return live.writes.acknowledge(drafts)
+        results = live.writes.acknowledge(drafts)
+        for draft in drafts:
+            live.health.note(draft.error)
+        return results
 
     async def read(self, items: Sequence[ReadItem]) -> list[StorageError | None]:
         """Fetch blocks; see BlockStore.read. A CorruptionError leaves the extent in place: delete it."""
@@ -168,6 +169,8 @@ class SegmentStore:
         begun_ns = self._clock.now_ns()
         errors = await uninterrupted(live.reads.read(items))
         self._counters["read_ns"] += self._clock.now_ns() - begun_ns
+        if any(isinstance(error, DiskError) for error in errors):
+            live.health.suspect()
         return errors
 
     async def delete(self, items: Sequence[tuple[bytes, bytes, Extent]]) -> None:
@@ -176,7 +179,12 @@ class SegmentStore:
         Raises StorageError when the disk does not take them: the blocks are dead all the same, and their tombstones
         are tried again with every write, delete and flush.
         """
-        await uninterrupted(self._opened().writes.delete(items))
+        live = self._opened()
+        try:
+            await uninterrupted(live.writes.delete(items))
+        except StorageError as error:
+            live.health.note(error)
+            raise
 
     async def flush(self) -> None:
         """Return when everything written or deleted before the call is on stable storage. Raises StorageError.
@@ -198,111 +206,12 @@ class SegmentStore:
     def stats(self) -> dict[str, int | str]:
         """Statistics by name; see kvtierd.storage.stats."""
         live = self._opened()
-        return collect(self._counters, live.ring, live.writes.owed, self.mode)
+        return collect(self._counters, live.ring, live.writes.owed, self.mode, live.health.cause)
 
     def _announce(self, told: list[tuple[int, Extent]]) -> None:
         self._tell(told)
 
-    def _opened(self) -> _Live:
+    def _opened(self) -> Live:
         if self._live is None:
             raise StorageError("the store is closed")
         return self._live
-
-
-class _Live:
-    """The parts of an open store, put together."""
-
-    def __init__(
-        self, opened: Opened, pool: IoPool, namespaces: dict[bytes, Namespace], counters: Counter[str], tell: Reclaimed
-    ) -> None:
-        ring = self.ring = opened.ring
-        self.pool = pool
-        self.index = opened.index
-        self._counters = counters
-        self.writes = WritePath(ring, pool, namespaces, counters)
-        self.writes.owe(opened.reopening.dropped)
-        self.reads = ReadPath(ring, pool, counters)
-        journaling = Journaling(ring, opened.index, namespaces, opened.reopening.unjournaled)
-        self._syncer = Syncer(ring, pool, self.writes, journaling, counters, tell)
-        self._checkpointing: asyncio.Task[None] | None = None
-        self.flusher = Flusher(self._sync)
-        self._filled = False
-        self.rewriter = Rewriter(
-            ring, pool, self.writes.appender, self.writes, self.flusher.flush, namespaces, counters
-        )
-        ring.tell = tell
-        ring.sealed = self._segment_filled
-        ring.header_written = self._header_written
-        ring.metadata_bytes = lambda: max(0, opened.index.size_bytes - INDEX_BYTES_PLANNED)
-        self._emptying: asyncio.Task[None] | None = None
-
-    async def _sync(self) -> None:
-        await self._syncer.sync()
-        if self.index.wants_checkpoint and (self._checkpointing is None or self._checkpointing.done()):
-            self._checkpointing = asyncio.create_task(self._checkpoint())
-
-    async def _checkpoint(self) -> None:
-        """Nothing depends on a checkpoint but how fast the next start is: a failed one is counted and tried later."""
-        generations = {segment.number: segment.life.generation for segment in self.ring if segment.life is not None}
-        try:
-            await self.index.checkpoint(generations, written_bytes(self._counters), self._syncer.is_covered)
-        except OSError as error:
-            self._counters["failed_checkpoints"] += 1
-            _log.warning("nvme checkpoint: %s; it will be tried again", error.strerror or error)
-
-    def _header_written(self) -> None:
-        self._counters["header_bytes"] += 2 * PAGE_BYTES
-
-    def _segment_filled(self) -> None:
-        """A full segment is synced in the background, so that no flush has more than a few segments to do; then the
-        oldest one is emptied if there is no other room."""
-        self._filled = True
-        if self._emptying is None or self._emptying.done():
-            self._emptying = asyncio.create_task(self._after_filling())
-
-    async def _after_filling(self) -> None:
-        while self._filled:
-            self._filled = False
-            await self._sync_quietly()
-            await self.rewriter.make_room()
-
-    async def room(self, size_bytes: int) -> None:
-        """Wait while the oldest segment is emptied and nothing else can take so much: recycled in a hurry, it would
-        lose what is hot in it."""
-        while self.rewriter.heats is not None and self._emptying is not None and not self._emptying.done():
-            active = self.ring.active
-            if self.ring.has_room() or (active is not None and active.room_bytes >= size_bytes):
-                return
-            await asyncio.wait([self._emptying])
-
-    async def _sync_quietly(self) -> None:
-        # What a failed sync means has been entered and counted by the syncer; nobody waits for this round.
-        with contextlib.suppress(StorageError):
-            await self.flusher.flush()
-
-    async def end(self) -> None:
-        """Flush, wait for what is in flight, close the files."""
-        try:
-            await self.flusher.flush()
-            await self._finish_index()
-        finally:
-            if rest := [task for task in (self._emptying, self._checkpointing) if task is not None]:
-                await asyncio.wait(rest)
-            for segment in list(self.ring):
-                await segment.idle()
-            await asyncio.to_thread(self.pool.close)
-            for segment in self.ring:
-                segment.file.close()
-
-    async def _finish_index(self) -> None:
-        """Say that no record follows, so that the next start has nothing to scan, and merge what there is."""
-        if self._checkpointing is not None:
-            await asyncio.wait([self._checkpointing])
-        active = self.ring.active
-        if active is not None and active.life is not None:
-            last = Facts()
-            last.heads[active.number] = Head(active.life.generation, active.head, sealed=True)
-            with contextlib.suppress(OSError):  # the next start then scans the rest of this segment
-                await self.index.append(last)
-        if self.index.wants_last_checkpoint:
-            await self._checkpoint()

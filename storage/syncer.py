@@ -6,11 +6,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from kvtierd.core.errors import StorageError
-from kvtierd.storage.interface import Extent
+from kvtierd.storage.interface import DiskError, Extent
 from kvtierd.storage.journaling import Journaling
 from kvtierd.storage.pool import IoPool
-from kvtierd.storage.ring import Ring
+from kvtierd.storage.ring import NO_ROOM, Ring
 from kvtierd.storage.segment import NO_TAG, Segment
 from kvtierd.storage.write_path import WritePath
 
@@ -64,8 +63,11 @@ class Syncer:
                 return await self._journaling.append()
             except OSError as error:
                 self._counters["failed_journals"] += 1
+                if error.errno in NO_ROOM and not last:
+                    # Others have filled the disk: what is oldest here makes room for what says what is here.
+                    await self._writes.appender.alone(self._ring.give_back)
                 if last:
-                    raise StorageError(f"cannot write the journal: {error.strerror or error}") from error
+                    raise DiskError(f"cannot write the journal: {error.strerror or error}") from error
         return None
 
     async def _sync_segment(self, segment: Segment) -> None:
@@ -83,7 +85,7 @@ class Syncer:
             gone = self._writes.distrust(segment, unsynced)
             if told := [(tag, extent) for tag, extent in gone if tag != NO_TAG]:
                 self._tell(told)
-            raise StorageError(f"cannot sync {segment.path}: {error.strerror or error}") from error
+            raise DiskError(f"cannot sync {segment.path}: {error.strerror or error}") from error
         finally:
             segment.unpin()
         self._journaling.synced(segment, unsynced, head, sealed=sealed)

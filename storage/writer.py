@@ -12,7 +12,7 @@ from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.core.keys import KEY_BYTES
 from kvtierd.core.units import MIB
 from kvtierd.storage.buffers import Scratch
-from kvtierd.storage.interface import WriteItem
+from kvtierd.storage.interface import DiskError, WriteItem
 from kvtierd.storage.io import write_exact
 from kvtierd.storage.layout import block_shape, header_bytes
 from kvtierd.storage.record import Kill, Kind, Life, RecordHeader, encode
@@ -93,7 +93,7 @@ def write_run(run: Run, scratch: Scratch) -> None:
         except OSError as error:
             where = f"segment {run.life.segment} at {piece[0].offset}"
             for draft in piece:
-                draft.error = StorageError(f"cannot write {draft.length} bytes to {where}: {error.strerror or error}")
+                draft.error = DiskError(f"cannot write {draft.length} bytes to {where}: {error.strerror or error}")
 
 
 def item_error(item: WriteItem) -> StorageError | None:

@@ -169,6 +169,8 @@ class MemoryIo:
     def remove(self, path: Path) -> None:
         """Remove a file; it comes back with a loss of power unless the directory is synced."""
         with self.disk.guard:
+            if path.name not in self.disk.files:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
             self.disk.removed[path.name] = self.disk.files.pop(path.name)
 
     def sync_directory(self, directory: Path) -> None:  # noqa: ARG002

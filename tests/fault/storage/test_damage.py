@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.core.units import KIB
 from kvtierd.storage import Extent, SegmentStore
-from kvtierd.testing.faulty_io import Call, Fault, FaultyIo
+from kvtierd.testing.faulty_io import Call, Fault, FaultyIo, fail_operation
 from tests.unit.storage.blocks import (
     Block,
     by_key,
@@ -273,7 +274,8 @@ def test_recycled_segment_never_brings_back_what_it_held(folder: Path) -> None:
     """Old records stay on the disk behind the head of a recycled segment; their seed is of another life."""
 
     async def check() -> None:
-        async with opened(folder, **TINY) as (store, _):
+        io = FaultyIo(engine(), fail_operation("punch", Fault(errno.EOPNOTSUPP)))
+        async with opened(folder, io, **TINY) as (store, _):
             for number in range(58):
                 await put(store, known(number))
             alive = {known(n).key for n in range(58)} & await keys_read(store)

@@ -58,6 +58,10 @@ class Mounter:
     def remount(self, point: Path, options: str) -> None:
         subprocess.run(["mount", "-o", f"remount,{options}", str(point)], check=True)
 
+    def forget(self, point: Path) -> None:
+        """A test has unmounted it."""
+        self._points.remove(point)
+
     def undo(self) -> None:
         for point in reversed(self._points):
             subprocess.run(["umount", str(point)], check=True)

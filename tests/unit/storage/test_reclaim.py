@@ -197,10 +197,13 @@ def test_case_11_real_full_disk_recycles_and_the_store_stays_up(mounted) -> None
             for number in range(20, 100):
                 (extent,) = await put(store, Block(number))
                 assert await readable(store, Block(number), extent)
-            assert store.stats()["segments"] == segments
-            assert store.stats()["failed_writes"] == 0
+            await store.flush()
+            left = store.stats()["segments"]
+            assert 1 <= left <= segments, "a segment or two made room for the journal"
+            assert store.stats()["failed_writes"] == store.stats()["refused_blocks"] == 0
+            assert store.stats()["state"] == "ok"
             (point / "ballast").unlink()
             await put(store, *map(Block, range(100, 130)))
-            assert store.stats()["segments"] > segments
+            assert store.stats()["segments"] > left
 
     run(check)
