@@ -199,6 +199,10 @@ class SlotPool:
         run = slot >> self._shift
         return self._run_slab.item(run), self._run_first.item(run) + (slot & self._mask)
 
+    def class_of(self, slot: int) -> SlotClass:
+        """The class whose slot it is."""
+        return self.classes[self._slab_class.item(self._run_slab.item(slot >> self._shift))]
+
     def slabs_of(self, slots: Slots) -> npt.NDArray[np.int32]:
         """Slab numbers of slots."""
         slabs: npt.NDArray[np.int32] = self._run_slab[slots >> self._shift]

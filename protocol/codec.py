@@ -13,6 +13,7 @@ from kvtierd.protocol.messages import (
     MAX_HEADER_BYTES,
     Abort,
     Acquire,
+    AcquirePart,
     AnyReply,
     AnyRequest,
     Commit,
@@ -28,6 +29,7 @@ from kvtierd.protocol.messages import (
     RegisterNamespace,
     Release,
     Reserve,
+    Reshape,
     Stats,
     Unpin,
 )
@@ -171,6 +173,11 @@ def _check_put(request: Put, frames: Sequence[memoryview]) -> None:
         raise _bad_frames(request, f"keys, block sums and {count} payloads", frames)
 
 
+def _check_reshape(request: Reshape, frames: Sequence[memoryview]) -> None:
+    _one_of_keys(request, frames)
+    _check_batch(len(request.parts))
+
+
 def _check_release(request: Release, frames: Sequence[memoryview]) -> None:
     _no_frames(request, frames)
     _check_batch(len(request.leases))
@@ -184,6 +191,7 @@ _CHECKS: dict[type[msgspec.Struct], Callable[..., None]] = {
     Commit: _check_commit,
     Abort: _no_frames,
     Acquire: _one_of_keys,
+    AcquirePart: _one_of_keys,
     Release: _check_release,
     Put: _check_put,
     Get: _one_of_keys,
@@ -191,6 +199,7 @@ _CHECKS: dict[type[msgspec.Struct], Callable[..., None]] = {
     Pin: _one_of_keys,
     Unpin: _one_of_keys,
     Delete: _one_of_keys,
+    Reshape: _check_reshape,
     Purge: _no_frames,
     Flush: _no_frames,
     Stats: _no_frames,

@@ -23,6 +23,17 @@ SLOT_DTYPE = np.dtype(
 """A slot descriptor, 24 bytes: where in the arena a block lies."""
 assert SLOT_DTYPE.itemsize == 24
 
+SPAN_DTYPE = np.dtype(
+    [
+        ("begin", "<u4"),  # first token that is read here, counted from the first key of the request
+        ("count", "<u4"),  # tokens that are read here
+        ("tokens", "<u4"),  # tokens of the extent: its slot form is that of a block of so many
+        ("first", "<u4"),  # where in the extent they begin
+    ]
+)
+"""A span, 16 bytes: which tokens are to be read from an extent, and what the extent measures."""
+assert SPAN_DTYPE.itemsize == 16
+
 SLOT_GRANTED, SLOT_EXISTS, SLOT_BUSY = 0, 1, 2
 """Status of a reserved block: yours to write; already stored or being stored by another; no room now."""
 
@@ -91,7 +102,10 @@ class CommitReply(Reply, kw_only=True, omit_defaults=True, tag="commit_ok"):
 
 
 class AcquireReply(Reply, kw_only=True, omit_defaults=True, tag="acquire_ok"):
-    """frames: `count` slot descriptors; layer sums, `count x layers` u64 LE. `lease` is 0 when `count` is 0."""
+    """frames: `count` slot descriptors; layer sums, `count x layers` u64 LE. `lease` is 0 when `count` is 0.
+
+    The answer to AcquirePart is about extents in place of blocks, and has their spans as a third frame.
+    """
 
     lease: int
     count: int

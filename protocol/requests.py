@@ -121,6 +121,19 @@ class Acquire(Request, kw_only=True, omit_defaults=True, tag="acquire"):
 
 class Release(Request, kw_only=True, omit_defaults=True, tag="release"):
     """End leases. `quiet` asks for no reply."""
+class AcquirePart(Request, kw_only=True, omit_defaults=True, tag="acquire_part"):
+    """Lease the extents that hold tokens `begin` to `end` - 1 of the leading run. frames: keys.
+
+    Tokens are counted from the first of the keys; `end` 0 is the end of the last one. Otherwise as Acquire.
+    """
+
+    namespace: int
+    begin: int = 0
+    end: int = 0
+    ttl_ms: int = 0
+    parent: bytes = b""
+
+
 
     leases: list[int]
     quiet: bool = False
@@ -171,6 +184,16 @@ class Delete(Request, kw_only=True, omit_defaults=True, tag="delete"):
 
 class Purge(Request, kw_only=True, omit_defaults=True, tag="purge"):
     """Forget a namespace (0: all of the tenant's), or only its copies in `tiers`.
+class Reshape(Request, kw_only=True, omit_defaults=True, tag="reshape"):
+    """Have blocks lie in host in extents of these lengths in tokens, in order. frames: keys of blocks in a row.
+
+    An extent is a part of one block or several whole ones, 64 to 512 tokens in steps of 64. Keys stay as they are.
+    """
+
+    namespace: int
+    parts: list[int]
+
+
 
     With `tiers`, a copy is dropped only where another copy remains: nothing is lost.
     """
@@ -197,6 +220,7 @@ AnyRequest = (
     | Acquire
     | Release
     | Put
+    | AcquirePart
     | Get
     | Prefetch
     | Pin
@@ -204,5 +228,6 @@ AnyRequest = (
     | Delete
     | Purge
     | Flush
+    | Reshape
     | Stats
 )

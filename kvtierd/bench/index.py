@@ -27,7 +27,6 @@ from kvtierd.core.units import GIB, PAGE_BYTES
 from kvtierd.index.crossover import MEASURED, Scheme
 from kvtierd.index.frontbench import BLOCK_TOKENS, RANGE_POSITIONS, FrontBench
 from kvtierd.index.selfbench import LookupBench, growth
-from kvtierd.policy.eviction import CLASSES_MAX
 from kvtierd.policy.return_eviction import ReturnEviction
 from kvtierd.policy.returns import ReturnModel
 from kvtierd.tiers.arena import Chunk
@@ -138,7 +137,7 @@ def slot_ram_bytes(capacity: int) -> SlotRam:
 
 
 def _full_tier(settings: Host, model: ReturnModel) -> HostTier:
-    tier = HostTier(settings, ReturnEviction(settings.capacity // PAGE_BYTES, CLASSES_MAX, model))
+    tier = HostTier(settings, ReturnEviction(settings.capacity // PAGE_BYTES, model))
     for slab in reversed(tier.missing):
         tier.adopt(slab, Chunk(tier.new_number(), settings.chunk_bytes, allocate=False))
     tier.missing.clear()

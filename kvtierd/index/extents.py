@@ -140,8 +140,10 @@ def _cut(owner: Rows, extents: Extents, counts: Counts, granule: Word) -> None:
     _cover(owner, extents, _new_extent(extents, counts), granule, right, place, offset + left)
 
 
-@compiled(types.void(ROW_NUMBERS, EXTENTS, COUNTS, types.int64[::1], types.int64, ROW_NUMBERS))
-def assign(owner: Rows, extents: Extents, counts: Counts, begins: Counts, length: int, places: Rows) -> None:
+@compiled(types.void(ROW_NUMBERS, EXTENTS, COUNTS, types.int64[::1], types.int64, ROW_NUMBERS, ROW_NUMBERS))
+def assign(
+    owner: Rows, extents: Extents, counts: Counts, begins: Counts, length: int, places: Rows, offsets: Rows
+) -> None:
     """Make each span of `length` granules an extent of its own, cut out of those that held its granules."""
     for index in range(begins.size):
         begin = begins[index]
@@ -152,7 +154,54 @@ def assign(owner: Rows, extents: Extents, counts: Counts, begins: Counts, length
             number = owner[granule]
             granule += extents[number, LENGTH]
             _drop_extent(extents, counts, number)
-        _cover(owner, extents, _new_extent(extents, counts), begin, length, places[index], 0)
+        _cover(owner, extents, _new_extent(extents, counts), begin, length, places[index], offsets[index])
+
+
+@compiled(types.int64(ROW_NUMBERS, EXTENTS, ROW_NUMBERS, ROW_NUMBERS, types.int64, types.int64, types.int64, TABLE))
+def pieces(
+    owner: Rows, extents: Extents, firsts: Rows, blocks: Rows, granules: int, begin: int, end: int, out: Counts
+) -> Word:
+    """What granules begin..end-1 of some blocks lie in: returns how many rows of `out` (granule, granules, place,
+    offset), neighbours at one place taken together.
+
+    Block i has granules `i * granules` on, and lies in the extents from granule `firsts[i]` on, or, where that is -1,
+    as a whole at `blocks[i]`. `out` has room for as many as there are granules.
+    """
+    found, granule = 0, np.int64(begin)
+    while granule < end:
+        block, within = granule // granules, granule % granules
+        place, offset = np.int64(blocks[block]), np.int64(within)
+        length = min(np.int64((block + 1) * granules), np.int64(end)) - granule
+        if firsts[block] >= 0:
+            number = owner[firsts[block] + within]
+            skipped = firsts[block] + within - extents[number, BEGIN]
+            place, offset = np.int64(extents[number, PLACE]), np.int64(extents[number, OFFSET] + skipped)
+            length = min(np.int64(extents[number, LENGTH] - skipped), length)
+        last = found - 1
+        if found and out[last, PLACE] == place and out[last, OFFSET] + out[last, LENGTH] == offset:
+            out[last, LENGTH] += length
+        else:
+            out[found, BEGIN], out[found, LENGTH], out[found, PLACE], out[found, OFFSET] = (
+                granule, length, place, offset,
+            )  # fmt: skip
+            found += 1
+        granule += length
+    return found
+
+
+@compiled(types.void(USES, types.int64, types.int64))
+def forget_uses(uses: Uses, begin: int, end: int) -> None:
+    """Begin anew to count the uses of granules begin..end-1."""
+    uses[begin:end] = 0
+
+
+@compiled(types.void(USES, ROW_NUMBERS, types.int64, types.int64, types.int64))
+def touch_blocks(uses: Uses, firsts: Rows, granules: int, begin: int, end: int) -> None:
+    """Count a use of granules begin..end-1 of some blocks; those that are not counted have -1 in `firsts`."""
+    for granule in range(begin, end):
+        first = firsts[granule // granules]
+        if first >= 0 and uses[first + granule % granules] != _SATURATED:
+            uses[first + granule % granules] += np.uint32(1)
 
 
 @compiled(types.void(USES, types.int64, types.int64))

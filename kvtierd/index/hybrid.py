@@ -58,10 +58,11 @@ class HybridIndex:
             raise ValueError(f"{more} tokens after {self.tokens} are over {most}")
         return int(steps.append(self._owner, self._extents, self._counts, length, places))
 
-    def assign(self, begins: Counts, tokens: int, places: Rows) -> None:
+    def assign(self, begins: Counts, tokens: int, places: Rows, offsets: Counts | None = None) -> None:
         """Make `tokens` from each of `begins` on ([n] int64) an extent of their own at one of `places` ([n] int32).
 
-        They are cut out of the extents that held them; what remains of those lies where it lay.
+        They are cut out of the extents that held them; what remains of those lies where it lay. `offsets` ([n] tokens)
+        is where in their places they begin, else at 0.
         """
         length = self._granules_of(tokens)
         if begins.size == 0:
@@ -69,7 +70,10 @@ class HybridIndex:
         if not 0 <= begins.min() <= begins.max() <= self.tokens - tokens or (begins % GRANULE_TOKENS).any():
             spans = f"{tokens} tokens from each of {begins.min()}..{begins.max()}"
             raise ValueError(f"{spans} are not all whole granules of 0..{self.tokens}")
-        steps.assign(self._owner, self._extents, self._counts, begins // GRANULE_TOKENS, length, places)
+        within = np.zeros(begins.size, np.int32)
+        if offsets is not None:
+            within = (offsets // GRANULE_TOKENS).astype(np.int32)
+        steps.assign(self._owner, self._extents, self._counts, begins // GRANULE_TOKENS, length, places, within)
 
     def locate(self, tokens: npt.NDArray[np.int64]) -> Rows:
         """Numbers of the extents that hold these tokens ([n])."""
@@ -120,6 +124,37 @@ class HybridIndex:
         self._granules_of(int(lengths.sum()) * GRANULE_TOKENS)
         steps.merge(self._owner, self._extents, self._counts, extents, place)
         return int(extents[0])
+
+    def pieces(self, firsts: Rows, blocks: Rows, block_tokens: int, begin: int, end: int) -> Counts:
+        """Where tokens begin..end-1 of some blocks lie: [n, 4] int64, first token, tokens, place, offset there.
+
+        The blocks follow each other, whatever the order of their extents here: those of block i begin at token
+        `firsts[i]` ([n] int32, -1 for a block that is one extent, at `blocks[i]`). Neighbours at one place are one.
+        Spans end with granules: begin is rounded down and end up.
+        """
+        granules = self._granules_of(block_tokens)
+        first, last = begin // GRANULE_TOKENS, -(-end // GRANULE_TOKENS)
+        out = np.empty((max(0, last - first), 4), np.int64)
+        starts = np.where(firsts < 0, firsts, firsts // GRANULE_TOKENS)
+        found = steps.pieces(self._owner, self._extents, starts, blocks, granules, first, last, out)
+        out = out[:found]
+        out[:, [BEGIN, LENGTH, OFFSET]] *= GRANULE_TOKENS
+        return out
+
+    def touch_blocks(self, firsts: Rows, block_tokens: int, begin: int, end: int) -> None:
+        """Count a use of tokens begin..end-1 of blocks that follow each other, as `pieces` has them."""
+        starts = np.where(firsts < 0, firsts, firsts // GRANULE_TOKENS)
+        granules = self._granules_of(block_tokens)
+        steps.touch_blocks(self._uses, starts, granules, begin // GRANULE_TOKENS, -(-end // GRANULE_TOKENS))
+
+    def uses_between(self, begin: int, end: int) -> Uses:
+        """Uses of each granule that holds any of tokens begin..end-1, a copy."""
+        first, last = self._span(begin, end)
+        return self._uses[first:last].copy()
+
+    def forget_uses(self, begin: int, end: int) -> None:
+        """Begin anew to count the uses of these."""
+        steps.forget_uses(self._uses, *self._span(begin, end))
 
     def touch(self, begin: int, end: int) -> None:
         """Count a use of every granule that holds any of tokens begin..end-1."""

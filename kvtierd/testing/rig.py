@@ -18,11 +18,13 @@ from kvtierd.core.keys import Keys, block_keys
 from kvtierd.core.namespace import Namespace
 from kvtierd.core.units import MIB
 from kvtierd.gpu import open_device
+from kvtierd.index.block_table import NO_NAMESPACE
 from kvtierd.protocol import messages as m
 from kvtierd.protocol.service import Answer, Session
 from kvtierd.storage.interface import BlockStore
 from kvtierd.tiers.arena import Chunk
 from kvtierd.tiers.manager import TierManager
+from kvtierd.tiers.shapes import EXTENT
 
 R = TypeVar("R")
 
@@ -174,6 +176,21 @@ class Rig:
         slot = self.slot(descriptor, geometry).reshape(geometry.layers, geometry.layer_stride)
         return np.ascontiguousarray(slot[:, : geometry.layer_bytes]).reshape(-1)
 
+    def _scattered(self) -> npt.NDArray[np.bool_]:
+        """Which rows are in host, but only in extents of other sizes; each must have its rows and be whole."""
+        copies, table = self.manager.copies, self.manager.copies.blocks.table
+        used = np.arange(table.used_rows, dtype=np.int32)
+        used = used[table.namespace[used] != NO_NAMESPACE]
+        scattered = copies.shapes.scattered(used)
+        for row in used[scattered].tolist():
+            tokens = copies.namespaces[int(table.namespace[row])].geometry.block_size
+            pieces = copies.shapes.pieces(np.array([row], np.int32), tokens, 0, tokens)
+            assert pieces[:, 1].sum() == tokens, "the extents of a block are not all of it"
+            assert (copies.shapes.slots(pieces) >= 0).all(), "a block is in host and some of its extents are not"
+            assert (table.marks[pieces[:, 2]] & EXTENT).all(), "a block lies in what is no extent"
+            assert all(row in copies.shapes.blocks_in(int(place)) for place in pieces[:, 2]), "an extent lost its block"
+        return scattered
+
     def check_accounts(self) -> None:
         """Slots, rows and holds must agree with each other; AssertionError says what does not."""
         copies = self.manager.copies
@@ -183,10 +200,14 @@ class Rig:
                 continue
             rows = np.flatnonzero(column[: table.used_rows] >= 0)
             rows = rows[table.flags[rows] != 0]
+            extents = int(np.count_nonzero(table.marks[rows] & EXTENT)) if tier is copies.host else 0
+            scattered = int(np.count_nonzero(self._scattered())) if tier is copies.host else 0
             slots = column[rows]
             assert np.unique(slots).size == slots.size, "two blocks share a slot"
             assert (tier.pool.row[slots] == rows).all(), "a slot's row is not its block"
-            assert copies.blocks.copies[m.TIER_HOST if tier is copies.host else m.TIER_GPU] == rows.size
+            assert copies.blocks.copies[m.TIER_HOST if tier is copies.host else m.TIER_GPU] == (
+                rows.size - extents + scattered
+            )
             assert (tier.pool.holds >= 0).all(), "holds went negative"
             for cls in tier.pool.classes:
                 mine = np.concatenate([tier.pool.slots_of(slab) for slab in cls.slabs] or [np.empty(0, np.int32)])

@@ -66,6 +66,7 @@ class Admin:
                 continue
             pins[name] = (entry, slot)
             pinned += 1
+            self._copies.blocks.table.pins[self._copies.host.pool.row[slot]] += 1
         self.pinned_bytes += pinned * size
         return Answer(CountReply(id=0, count=pinned))
 
@@ -127,6 +128,9 @@ class Admin:
 
     def _end_pin(self, entry: NamespaceEntry, slot: int) -> None:
         self.pinned_bytes -= entry.geometry.slot_bytes
+        row = int(self._copies.host.pool.row[slot])
+        if row >= 0:  # else the block was deleted
+            self._copies.blocks.table.pins[row] -= 1
         self._copies.host.release(self._copies.host_class(entry), np.array([slot], np.int32))
 
     def _forget(self, entry: NamespaceEntry, rows: Rows) -> None:
@@ -146,6 +150,17 @@ class Admin:
         assert tier_slots is not None or not rows.size, "a gpu copy without a gpu tier"
         if tier_slots is None:
             return 0
+        if tier == "host":
+            scattered = rows[copies.shapes.scattered(rows)]
+            copies.shapes.gather(scattered)
+            return int(scattered.size) + self._thin_slots(entry, rows[column[rows] >= 0], tier)
+        return self._thin_slots(entry, rows, tier)
+
+    def _thin_slots(self, entry: NamespaceEntry, rows: Rows, tier: Tier) -> int:
+        copies = self._copies
+        tier_slots = copies.host if tier == "host" else copies.gpu
+        assert tier_slots is not None
+        column = copies.blocks.table.host_slot if tier == "host" else copies.blocks.table.gpu_slot
         idle = rows[tier_slots.pool.holds[column[rows]] == 0]
         if idle.size and tier == "host":
             copies.drop_host(copies.host_class(entry), idle)

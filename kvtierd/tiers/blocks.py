@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
@@ -49,6 +49,8 @@ class Blocks:
         self.copies = dict.fromkeys((TIER_GPU, TIER_HOST, TIER_NVME), 0)
         """How many blocks have a copy in each tier."""
         self._hand = 0
+        self.on_free: Callable[[Rows], None] = lambda _rows: None
+        """Told of rows that are about to be given back."""
 
     def find_prefix(self, keys: Keys, namespace: int) -> Rows:
         """Rows of the leading run of visible blocks."""
@@ -194,5 +196,6 @@ class Blocks:
             yield (idle + begin).astype(np.int32)
 
     def _free(self, rows: Rows) -> None:
+        self.on_free(rows)
         self.table.flags[rows] = 0
         self.table.free(rows)

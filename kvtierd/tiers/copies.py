@@ -21,6 +21,7 @@ from kvtierd.tiers.blocks import GONE, PREFETCHED, READ_BACK, RESIDENT, Blocks, 
 from kvtierd.tiers.gpu_tier import GpuTier
 from kvtierd.tiers.host_tier import HostTier
 from kvtierd.tiers.namespaces import NamespaceEntry, NamespaceTable
+from kvtierd.tiers.shapes import Shapes
 from kvtierd.tiers.slot_tier import SlotTier
 
 BIT: dict[Tier, int] = {"gpu": TIER_GPU, "host": TIER_HOST, "nvme": TIER_NVME}
@@ -47,6 +48,7 @@ class Copies:
         self.gpu = gpu
         self.events = events
         self.namespaces = NamespaceTable()
+        self.shapes = Shapes(blocks, host, self.namespaces)
         mine = [name for name, row in METRICS.items() if row.kind == "counter" and not name.startswith("server_")]
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(mine, 0))
         self.dead_extents: list[tuple[bytes, bytes, Extent]] = []
@@ -62,7 +64,8 @@ class Copies:
         return self.gpu.class_for(entry.geometry.slot_bytes, entry.geometry.layers, entry.tenant)
 
     def add_host(self, cls: SlotClass, rows: Rows, slots: Slots) -> None:
-        """Filled host slots become copies of rows."""
+        """Filled host slots become copies of rows, in place of the extents that they may have lain in."""
+        self.shapes.gather(rows)
         self.blocks.table.host_slot[rows] = slots
         self.blocks.mark(rows, TIER_HOST)
         self.host.settle(cls, slots, rows)
@@ -93,6 +96,11 @@ class Copies:
             self.blocks.unmark_as(rows[ahead], PREFETCHED)
         self._drop_slots(self.host, cls, rows, self.blocks.table.host_slot, TIER_HOST)
 
+    def drop_scattered(self, rows: Rows) -> None:
+        """Drop the extents that blocks lie in; blocks without another copy are forgotten."""
+        self.shapes.gather(rows)
+        self._forget_bare(rows)
+
     def drop_gpu(self, cls: SlotClass, rows: Rows) -> None:
         """Drop gpu copies; blocks without another copy are forgotten."""
         assert self.gpu is not None
@@ -120,6 +128,7 @@ class Copies:
         table = self.blocks.table
         self._bury(entry, rows[table.segment[rows] >= 0])
         self.blocks.begin_move(rows)
+        self.shapes.gather(rows)
         for bit, column in ((TIER_HOST, table.host_slot), (TIER_GPU, table.gpu_slot)):
             mine = rows[column[rows] >= 0]
             if mine.size and bit == TIER_HOST:
@@ -153,6 +162,8 @@ class Copies:
     def keep_elsewhere(self, rows: Rows, tier: Tier) -> Rows:
         """Those rows that have a copy in a tier and another one elsewhere."""
         mask = self.blocks.residency(rows)
+        if tier == "host":
+            mask |= self.shapes.residency(rows)
         kept: Rows = rows[(mask & BIT[tier] != 0) & (mask & ~np.uint8(BIT[tier]) != 0)]
         return kept
 
@@ -178,6 +189,11 @@ class Copies:
                     tier.copied(told, elsewhere=elsewhere)
 
     def _drop_slots(self, tier: SlotTier, cls: SlotClass, rows: Rows, column: Slots, bit: int) -> None:
+        if tier is self.host:
+            rows, gone = self.shapes.evicted(rows)
+            if gone.size:
+                self.counters["host_lost_blocks"] += int((self.blocks.residency(gone) == 0).sum())
+                self._forget_bare(gone)
         slots = column[rows]
         column[rows] = NO_SLOT
         self.blocks.unmark(rows, bit)

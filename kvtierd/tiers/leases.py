@@ -24,6 +24,8 @@ class Lease:
     cls: SlotClass
     slots: Slots
     expires_ns: int
+    others: tuple[tuple[SlotClass, Slots], ...] = ()
+    """Slots of further classes: extents of other sizes."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)

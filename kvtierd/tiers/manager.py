@@ -35,8 +35,10 @@ from kvtierd.tiers.gpu_tier import GpuTier
 from kvtierd.tiers.host_tier import HostTier
 from kvtierd.tiers.offload import Offload
 from kvtierd.tiers.onboard import Onboarder
+from kvtierd.tiers.part_reads import PartReads
 from kvtierd.tiers.pressure import Pressure
 from kvtierd.tiers.reads import Reads
+from kvtierd.tiers.reshape import Reshaper
 from kvtierd.tiers.room import Room
 from kvtierd.tiers.sessions import SessionState, need_frames, state_of
 from kvtierd.tiers.speeds import Speeds, probe_copy
@@ -120,6 +122,8 @@ class TierManager:
         self._writes = Writes(
             settings, self._room, self._workers, clock, demand=self._demand, offload=self._offload, uses=uses
         )
+        self._parts = PartReads(self._room, self._onboarder, self._reads, self._demand, clock)
+        self._reshaper = Reshaper(self._room, self._onboarder, self._workers)
         self._admin = Admin(self.copies, self._onboarder, self._write_behind, _pinned_max(settings))
         self._ticker: asyncio.Task[None] | None = None
         self.reports: list[Callable[[], Mapping[str, Any]]] = []
@@ -250,6 +254,7 @@ class TierManager:
         }
         store = {f"nvme_{name}": value for name, value in self._store.stats().items()} if self._store else {}
         more = {name: value for report in self.reports for name, value in report().items()}
+        gauges |= copies.shapes.stats()
         return {**gauges, **copies.tier_counts(), **store, **copies.counters, **more}
 
     def _table(self) -> dict[type, Handler]:
@@ -258,6 +263,7 @@ class TierManager:
             m.RegisterNamespace: self._register,
             m.Lookup: self._reads.lookup,
             m.Acquire: self._reads.acquire,
+            m.AcquirePart: self._parts.acquire,
             m.Release: self._reads.release,
             m.Get: self._reads.get,
             m.Prefetch: self._reads.prefetch,
@@ -268,6 +274,7 @@ class TierManager:
             m.Pin: self._admin.pin,
             m.Unpin: self._admin.unpin,
             m.Delete: self._admin.delete,
+            m.Reshape: self._reshaper.reshape,
             m.Purge: self._admin.purge,
             m.Flush: self._admin.flush,
             m.Stats: lambda *_: Answer(m.StatsReply(id=0, stats=self.stats())),

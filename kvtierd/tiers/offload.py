@@ -104,4 +104,5 @@ class Offload:
         flags = table.flags[rows]
         there = (flags & VISIBLE != 0) & ((flags & TIER_NVME != 0) | self._copies.blocks.marked(rows, OFFLOADING))
         ready = VISIBLE | TIER_HOST
-        return there, leading(there | (flags & ready == ready))
+        # One that is scattered over extents is in host, but in no slot that could be written from.
+        return there, leading(there | ((flags & ready == ready) & (table.host_slot[rows] >= 0)))

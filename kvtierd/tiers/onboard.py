@@ -13,14 +13,16 @@ import logging
 import numpy as np
 import numpy.typing as npt
 
-from kvtierd.core.checksum import Sums, layer_sums
+from kvtierd.core.checksum import Sums, block_sum, layer_sums
 from kvtierd.core.errors import CorruptionError, ErrorCode, RequestError, StorageError
+from kvtierd.core.token_spans import clear_padding, copy_tokens, of_tokens
 from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.protocol.messages import TIER_GPU
 from kvtierd.storage.interface import BlockStore, ReadItem
 from kvtierd.tiers.blocks import PREFETCHED, READ_BACK, Rows
 from kvtierd.tiers.namespaces import NamespaceEntry
 from kvtierd.tiers.room import Room
+from kvtierd.tiers.shapes import HeldPiece
 from kvtierd.tiers.speeds import Speeds
 from kvtierd.tiers.workers import Workers
 
@@ -53,6 +55,8 @@ class Move:
     sums: Sums
     good: npt.NDArray[np.bool_]
     done: asyncio.Future[None]
+    scattered: list[HeldPiece] = dataclasses.field(default_factory=list)
+    """What it gathers from extents of other sizes, held likewise."""
 
 
 class Onboarder:
@@ -186,12 +190,20 @@ class Onboarder:
     def _start(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, slots: Slots) -> set[asyncio.Future[None]]:
         """Plan the jobs and start them. What they read from is settled and held now: they begin in a later turn."""
         self._copies.blocks.begin_move(rows)
-        from_gpu = (self._copies.blocks.residency(rows) & TIER_GPU) != 0
+        scattered = self._copies.shapes.scattered(rows)
+        from_gpu = ((self._copies.blocks.residency(rows) & TIER_GPU) != 0) & ~scattered
         waits: set[asyncio.Future[None]] = set()
-        for places, run in ((np.flatnonzero(from_gpu), self._from_gpu), (np.flatnonzero(~from_gpu), self._from_nvme)):
+        for chosen, run in (
+            (scattered, self._from_extents),
+            (from_gpu, self._from_gpu),
+            (~(from_gpu | scattered), self._from_nvme),
+        ):
+            places = np.flatnonzero(chosen)
             for begin in range(0, places.size, PIECE_BLOCKS):
                 piece = places[begin : begin + PIECE_BLOCKS]
                 move = self._plan(entry, cls, rows[piece], slots[piece], gpu=run == self._from_gpu)
+                if run == self._from_extents:
+                    move.scattered = self._copies.shapes.hold(move.rows)
                 task = asyncio.create_task(run(move))
                 self._tasks.add(task)
                 task.add_done_callback(self._ended)
@@ -278,6 +290,32 @@ class Onboarder:
                 copies.counters["gpu_corrupt_blocks"] += int(bad.sum())
                 same = copies.blocks.table.gpu_slot[move.rows] == sources
                 copies.drop_gpu(gpu_cls, move.rows[bad & same])
+            self._land(move)
+
+    async def _from_extents(self, move: Move) -> None:
+        copies, geometry = self._copies, move.entry.geometry
+
+        def gather() -> None:
+            for piece in move.scattered:
+                source = copies.host.view(piece.cls, piece.slot)
+                target = copies.host.view(move.cls, int(move.slots[piece.block]))
+                of = of_tokens(geometry, piece.of_tokens)
+                copy_tokens(source, of, piece.offset, target, geometry, piece.first, piece.tokens)
+            for i, slot in enumerate(move.slots.tolist()):
+                view = copies.host.view(move.cls, slot)
+                clear_padding(view, geometry)
+                layer_sums(view, geometry, move.sums[i])
+                move.good[i] = block_sum(move.sums[i]) == int(copies.blocks.table.block_sum[move.rows[i]])
+
+        try:
+            await self._workers.run(gather)
+        finally:
+            copies.shapes.release(move.scattered)
+            copies.counters["gathered_blocks"] += int(move.good.sum())
+            bad = move.rows[~move.good & copies.blocks.live(move.rows)]
+            if bad.size:
+                copies.counters["host_corrupt_blocks"] += bad.size
+                copies.drop_scattered(bad)
             self._land(move)
 
     def _land(self, move: Move) -> None:

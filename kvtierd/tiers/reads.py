@@ -191,10 +191,25 @@ class Reads:
         self.prefetcher.start(wish_for(session, rows), work)
         return Answer(CountReply(id=0, count=rows.size))
 
+    def lend(self, session: Session, ttl_ms: int, groups: list[tuple[SlotClass, Slots]]) -> tuple[Lease, int]:
+        """Make a lease of held slots, by class, and say how long it lasts; where there can be none the holds end."""
+        lease_id = self.leases.next_id(session.id)
+        if lease_id is None:
+            for cls, slots in groups:
+                self._copies.host.release(cls, slots)
+            message = f"too many leases are out ({self.leases.session_limit} a client); release some"
+            raise RequestError(ErrorCode.BUSY, message, retry_after_ms=100)
+        ttl_ms = min(ttl_ms or self._limits.ttl_ms, self._limits.max_ttl_ms)
+        expires_ns = self._clock.now_ns() + ttl_ms * 1_000_000
+        lease = Lease(lease_id, session.id, *groups[0], expires_ns, tuple(groups[1:]))
+        self.leases.add(lease)
+        return lease, ttl_ms
+
     def end(self, lease: Lease) -> None:
         """Give a lease's slots back."""
         self.leases.remove(lease)
-        self._copies.host.release(lease.cls, lease.slots)
+        for cls, slots in ((lease.cls, lease.slots), *lease.others):
+            self._copies.host.release(cls, slots)
 
     def expire(self, now_ns: int) -> None:
         """End leases whose time is up."""
@@ -295,21 +310,14 @@ class Reads:
         """Make the lease; the slots come with one hold each, which ends here when there can be none."""
         if not slots.size:
             return Answer(AcquireReply(id=0, lease=0, count=0), [b"", b""])
-        lease_id = self.leases.next_id(session.id)
-        if lease_id is None:
-            self._copies.host.release(cls, slots)
-            message = f"too many leases are out ({self.leases.session_limit} a client); release some"
-            raise RequestError(ErrorCode.BUSY, message, retry_after_ms=100)
-        ttl_ms = min(request.ttl_ms or self._limits.ttl_ms, self._limits.max_ttl_ms)
-        expires_ns = self._clock.now_ns() + ttl_ms * 1_000_000
-        self.leases.add(Lease(lease_id, session.id, cls, slots, expires_ns))
+        lease, ttl_ms = self.lend(session, request.ttl_ms, [(cls, slots)])
         descriptors = empty_descriptors(slots.size)
         self._copies.host.describe(cls, slots, descriptors)
         descriptors["source"] = sources[: slots.size]
         self._copies.counters["acquired_blocks"] += slots.size
         sums = self._copies.host.sums_of(cls, slots)
         return Answer(
-            AcquireReply(id=0, lease=lease_id, count=slots.size, ttl_ms=ttl_ms), [descriptors.tobytes(), sums.tobytes()]
+            AcquireReply(id=0, lease=lease.id, count=slots.size, ttl_ms=ttl_ms), [descriptors.tobytes(), sums.tobytes()]
         )
 
     def _lease(self, session: Session, number: int) -> Lease:

@@ -109,13 +109,14 @@ def test_the_table_of_namespace_fields_is_the_canonical_encoding() -> None:
     assert rows[-1][2] == str(FORMAT_VERSION)
 
 
-def test_the_byte_table_of_the_slot_descriptor_is_the_dtype() -> None:
-    rows = [row for row in table(section(3)) if len(row) == 4 and row[0].isdigit()]
-    fields = messages.SLOT_DTYPE.fields
-    assert fields is not None
+@pytest.mark.parametrize(("name", "dtype"), [("Slot descriptor", messages.SLOT_DTYPE), ("Span", messages.SPAN_DTYPE)])
+def test_the_byte_tables_of_descriptors_are_their_dtypes(name: str, dtype: np.dtype[np.void]) -> None:
+    _, _, text = section(3).partition(f"**{name}**, {dtype.itemsize} bytes")
+    text = text.partition("\n**")[0]
+    rows = [row for row in table(text) if len(row) == 4 and row[0].isdigit()]
+    assert dtype.fields is not None
     got = [(row[2].strip("`"), int(row[0]), int(row[1])) for row in rows]
-    assert got == [(name, offset, dtype.itemsize) for name, (dtype, offset, *_) in fields.items()]
-    assert f"**Slot descriptor**, {messages.SLOT_DTYPE.itemsize} bytes" in section(3)
+    assert got == [(name, offset, kind.itemsize) for name, (kind, offset, *_) in dtype.fields.items()]
 
 
 def test_every_error_code_has_its_row() -> None:
@@ -156,6 +157,7 @@ def test_a_message_survives_the_wire_and_fields_that_it_does_not_know(kind: type
         "stats": {"blocks": 3, "mode": "o_direct"},
         "tier": "gpu",
         "index": [0, 2],
+        "parts": [64, 192],
         "parent": b"p" * 32,
         "versions": (1, 4),
         "verify": True,
