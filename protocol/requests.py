@@ -119,8 +119,6 @@ class Acquire(Request, kw_only=True, omit_defaults=True, tag="acquire"):
     parent: bytes = b""
 
 
-class Release(Request, kw_only=True, omit_defaults=True, tag="release"):
-    """End leases. `quiet` asks for no reply."""
 class AcquirePart(Request, kw_only=True, omit_defaults=True, tag="acquire_part"):
     """Lease the extents that hold tokens `begin` to `end` - 1 of the leading run. frames: keys.
 
@@ -134,6 +132,8 @@ class AcquirePart(Request, kw_only=True, omit_defaults=True, tag="acquire_part")
     parent: bytes = b""
 
 
+class Release(Request, kw_only=True, omit_defaults=True, tag="release"):
+    """End leases. `quiet` asks for no reply."""
 
     leases: list[int]
     quiet: bool = False
@@ -182,8 +182,6 @@ class Delete(Request, kw_only=True, omit_defaults=True, tag="delete"):
     namespace: int
 
 
-class Purge(Request, kw_only=True, omit_defaults=True, tag="purge"):
-    """Forget a namespace (0: all of the tenant's), or only its copies in `tiers`.
 class Reshape(Request, kw_only=True, omit_defaults=True, tag="reshape"):
     """Have blocks lie in host in extents of these lengths in tokens, in order. frames: keys of blocks in a row.
 
@@ -194,6 +192,8 @@ class Reshape(Request, kw_only=True, omit_defaults=True, tag="reshape"):
     parts: list[int]
 
 
+class Purge(Request, kw_only=True, omit_defaults=True, tag="purge"):
+    """Forget a namespace (0: all of the tenant's), or only its copies in `tiers`.
 
     With `tiers`, a copy is dropped only where another copy remains: nothing is lost.
     """
@@ -218,16 +218,16 @@ AnyRequest = (
     | Commit
     | Abort
     | Acquire
+    | AcquirePart
     | Release
     | Put
-    | AcquirePart
     | Get
     | Prefetch
     | Pin
     | Unpin
     | Delete
+    | Reshape
     | Purge
     | Flush
-    | Reshape
     | Stats
 )
