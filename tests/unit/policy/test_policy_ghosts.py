@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import collections
+import itertools
 
 import numpy as np
 import pytest
 
+from kvtierd.bench.trace_file import Trace
+from kvtierd.bench.trace_replay import block_keys64
+from kvtierd.bench.trace_synthetic import synthetic_traces
 from kvtierd.policy.ghosts import MULTIPLES, GhostHits
 
 
@@ -119,3 +123,21 @@ def test_nothing_used_nothing_hit():
 def test_sizes_out_of_range_are_refused(capacity, samples):
     with pytest.raises(ValueError, match="capacity is"):
         GhostHits(capacity, 1, samples)
+
+
+def block_lru_hits(trace: Trace, capacity: int) -> float:
+    """Share of all block accesses that an LRU tier of so many blocks hits."""
+    prompts = [trace.blocks[begin:end] for begin, end in itertools.pairwise(trace.starts.tolist())]
+    return lru_hits(prompts, capacity) / trace.accesses
+
+
+@pytest.mark.parametrize("capacity", [200, 800])
+def test_on_traces_a_small_sample_comes_close_to_exact_lru(capacity):
+    for trace in synthetic_traces(2500):
+        ghosts = GhostHits(capacity, secret=7, samples=1024)
+        keys = block_keys64(trace.unique)[trace.blocks]
+        for begin, end in itertools.pairwise(trace.starts.tolist()):
+            ghosts.accessed(keys[begin:end])
+        for multiple, hits in ghosts.hits().items():
+            exact = block_lru_hits(trace, int(multiple * capacity))
+            assert hits / trace.accesses == pytest.approx(exact, abs=0.05), (trace.name, multiple)
