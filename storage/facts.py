@@ -125,6 +125,20 @@ class Facts:
         self.add_kills(other.kills)
         self.heads.update(other.heads)
 
+    def add_kills_of(self, other: Facts) -> None:
+        """Take in the kills of facts that number namespaces otherwise."""
+        if len(other.kills):
+            kills = other.kills.copy()
+            numbers = np.array([self.spaces.number(digest) for digest in other.spaces.digests], np.uint32)
+            kills["space"] = numbers[kills["space"]]
+            self._kills.append(kills)
+
+    def kill_rows(self, blocks: Rows) -> None:
+        """Strike out blocks whose `space` is our number."""
+        kills = np.zeros(len(blocks), KILL_ENTRY_DTYPE)
+        kills["key"], kills["sequence"], kills["space"] = blocks["key"], blocks["origin"], blocks["space"]
+        self._kills.append(kills)
+
     def add_scans(self, scans: list[Scan]) -> tuple[Rows, Rows]:
         """Take in what scans found; returns it as entries: blocks and kills."""
         for scan in scans:

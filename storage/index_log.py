@@ -71,6 +71,14 @@ class IndexLog:
         writer = FrameWriter(self._uuid, self._last)
         await self._publish(self._last, [writer.end(0, self._lifetime_bytes)])
 
+    async def replace_all(self, facts: Facts) -> None:
+        """Make these facts the whole index, whatever it was before. Raises OSError."""
+        await self._next_journal()
+        self._base = 0
+        await self._publish(
+            self._last, _checkpoint_frames(facts, FrameWriter(self._uuid, self._last), self._lifetime_bytes)
+        )
+
     async def append(self, facts: Facts) -> None:
         """Put facts on stable storage. After an OSError the journal goes on in another file: what the failed one holds
         of them is not known, and to give a fact twice changes nothing."""

@@ -59,11 +59,8 @@ class Reopening:
             return None
 
     async def _from_scans(self, segments: dict[int, Segment], lives: dict[int, Life]) -> Live:
-        kills, self._facts = self._facts, Facts()
-        numbers = [self._facts.spaces.number(digest) for digest in kills.spaces.digests]
-        rows = kills.kills.copy()
-        rows["space"] = np.array(numbers, np.uint32)[rows["space"]] if len(rows) else rows["space"]
-        self._facts.add_kills(rows)
+        index, self._facts = self._facts, Facts()
+        self._facts.add_kills_of(index)
         await self._scan(segments, dict.fromkeys(segments, FIRST_RECORD))
         return live_blocks(self._facts, lives, self._sizes)
 

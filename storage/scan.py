@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,8 @@ class Scan:
     """What a segment holds: `blocks` as RECORD_DTYPE rows in the order of their offsets, `kills` as KILL_DTYPE rows.
 
     `dropped` counts torn and damaged records, `unreadable` pages that the disk did not give; `end` is behind the last
-    valid record, `last_sequence` the largest number seen.
+    valid record, `last_sequence` the largest number seen. `damaged` has the offsets of pages that say they are a header
+    of this life and are none.
     """
 
     life: Life
@@ -40,6 +42,7 @@ class Scan:
     unreadable: int = 0
     end: int = FIRST_RECORD
     last_sequence: int = 0
+    damaged: list[int] = dataclasses.field(default_factory=list)
 
 
 class _Window:
@@ -69,9 +72,16 @@ class _Window:
 
 
 class Scanner:
-    """Walks one segment. `scan` gives what it found, whatever was damaged."""
+    """Walks one segment. `scan` gives what it found, whatever was damaged; `visit` is shown each valid record."""
 
-    def __init__(self, file: SegmentFile, life: Life, scratch: Scratch) -> None:
+    def __init__(
+        self,
+        file: SegmentFile,
+        life: Life,
+        scratch: Scratch,
+        visit: Callable[[RecordHeader, Bytes], None] = lambda _header, _view: None,
+    ) -> None:
+        self._visit = visit
         self._limit = min(life.end_bytes, file.size_bytes() // PAGE_BYTES * PAGE_BYTES)
         self._window = _Window(file, self._limit, scratch)
         self._life = life
@@ -125,12 +135,16 @@ class Scanner:
                 return False
             self._found.namespaces[header.namespace] = namespace
         self._found.last_sequence = max(self._found.last_sequence, header.sequence)
+        self._visit(header, view)
         return True
 
     def _claims_at(self, offset: int) -> int:
         """1 where a page says it is a header of this life, though it is damaged; 0 where it says nothing."""
         view = self._pages_at(offset, PAGE_BYTES, PAGE_BYTES)
-        return int(self._claims(view[:PAGE_BYTES]).size)
+        claims = int(self._claims(view[:PAGE_BYTES]).size)
+        if claims:
+            self._found.damaged.append(offset)
+        return claims
 
     def _claims(self, view: Bytes) -> npt.NDArray[np.intp]:
         """Numbers of the pages that say they are a header of this life."""

@@ -27,6 +27,8 @@ COMMANDS = {
     "ping": Command("kvtierd.cli.ping", "ask whether the daemon answers, and how fast"),
     "stat": Command("kvtierd.cli.stat", "show the daemon's counters and gauges"),
     "demo": Command("kvtierd.cli.demo", "show a real model's KV going through all tiers and a restart"),
+    "check": Command("kvtierd.cli.check", "check a store offline, and repair it"),
+    "dump": Command("kvtierd.cli.dump", "show the records of a segment file"),
     "bench": Command("kvtierd.cli.bench", "measure a figure against its reference"),
     "precompile": Command("kvtierd.cli.precompile", "compile all kernels into the cache folder"),
     "systemd": Command("kvtierd.cli.systemd", "put the service's files in place, or remove them"),
