@@ -49,7 +49,10 @@ GAUGES = {
     "mode": "how bytes reach the disk",
     "state": "ok, or why stores are not taken: the disk is full, fails, is read-only or gone",
 }
-"""States at the time of asking; `mode` and `state` are texts."""
+"""States at the time of asking."""
+
+TEXTS = frozenset({"mode", "state"})
+"""Those of them that are texts."""
 
 
 WRITTEN = ("written_bytes", "header_bytes", "journal_bytes", "checkpoint_bytes")

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 from collections.abc import Iterator
 
+from kvtierd.cli import output
 from kvtierd.cli.errors import CommandError, Failure
 from kvtierd.core.errors import RequestError
 from kvtierd.protocol.client import Client
@@ -16,11 +17,12 @@ TIMEOUT_S = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare `--endpoint` and `--timeout`."""
+    """Declare `--endpoint`, `--timeout`, and what says how to print."""
     parser.add_argument("--endpoint", metavar="ADDRESS", help=f"the daemon's address (else {default_endpoint()})")
     parser.add_argument(
         "--timeout", type=_seconds, default=TIMEOUT_S, metavar="S", help="seconds to wait (%(default)s)"
     )
+    output.add_arguments(parser)
 
 
 @contextlib.contextmanager

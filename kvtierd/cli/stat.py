@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from kvtierd.cli import connection
+from kvtierd.cli import connection, output
 from kvtierd.cli.connection import connect
 from kvtierd.core.units import format_bytes
 from kvtierd.telemetry.metrics import METRICS
@@ -17,7 +16,7 @@ from kvtierd.telemetry.metrics import METRICS
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which daemon, and in what form."""
     connection.add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--json", action="store_const", dest="format", const="json", help="short for --format json")
     parser.add_argument("--explain", action="store_true", help="say what each value means")
     parser.add_argument(
         "--watch", type=float, default=0.0, metavar="S", help="every S seconds, until interrupted; shows what changed"
@@ -28,11 +27,11 @@ def run(args: argparse.Namespace) -> int:
     """Print once, or again and again."""
     with connect(args) as client:
         before = client.stats()
-        print(json.dumps(before) if args.json else table(before, explain=args.explain))
+        output.say(args, table(before, explain=args.explain), before)
         while args.watch > 0:
             time.sleep(args.watch)
             now = client.stats()
-            print(json.dumps(now) if args.json else changes(before, now), flush=True)
+            output.say(args, changes(before, now), now)
             before = now
     return 0
 

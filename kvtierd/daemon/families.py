@@ -170,7 +170,8 @@ def rows() -> dict[str, Metric]:
     """Every statistic by name, those of the store with its prefix."""
     counters = (Metric(f"nvme_{name}", "counter", meaning) for name, meaning in store.COUNTERS.items())
     gauges = (
-        Metric(f"nvme_{name}", "text" if name == "mode" else "gauge", meaning) for name, meaning in store.GAUGES.items()
+        Metric(f"nvme_{name}", "text" if name in store.TEXTS else "gauge", meaning)
+        for name, meaning in store.GAUGES.items()
     )
     return {**METRICS, **{row.name: row for row in (*counters, *gauges)}}
 

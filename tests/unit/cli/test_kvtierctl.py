@@ -47,16 +47,16 @@ def test_wrong_use_exits_64_with_the_usage(words: list[str], capsys: pytest.Capt
     assert capsys.readouterr().err.startswith("usage: kvtierctl")
 
 
-@pytest.mark.parametrize("command", ["ping", "stat"])
+@pytest.mark.parametrize("command", ["ping", "stat", "info", "top", "watch", "slowlog", "namespaces", "drain", "flush"])
 def test_without_a_daemon_there_is_one_line_and_69(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    endpoint = f"ipc://{tmp_path}/none"
+    endpoint = f"ipc://{tmp_path}/default/none"
     assert cli.main([command, "--endpoint", endpoint, "--timeout", "0.05"]) == 69
     out, err = capsys.readouterr()
     assert out == ""
     assert len(err.splitlines()) == 1
-    assert endpoint in err
+    assert str(tmp_path) in err
 
 
 @pytest.mark.parametrize(
