@@ -23,7 +23,7 @@ make-venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || \
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 
-.PHONY: help install run test check kernels engines-env test-engines test-system docs bench clean distclean
+.PHONY: help install run test torture check kernels engines-env test-engines test-system docs bench clean distclean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -54,6 +54,9 @@ run: $(DEMO) ## Show a real model's KV going through all three tiers and a resta
 
 test: $(DEV) ## Run the tests
 	@$(BIN)/python -m pytest -m 'not engines and not torture and not system' --ignore=tests/engines $(PYTEST_ARGS)
+
+torture: $(DEV) ## Long random runs: a hundred kills under load and the like
+	@$(BIN)/python -m pytest -m torture --ignore=tests/engines $(PYTEST_ARGS)
 
 check: $(DEV) ## Formatting, lint, types, and which package may import which
 	@$(BIN)/ruff format --check .
