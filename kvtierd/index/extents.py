@@ -195,6 +195,16 @@ def forget_uses(uses: Uses, begin: int, end: int) -> None:
     uses[begin:end] = 0
 
 
+@compiled(types.boolean(USES, types.int64, types.int64))
+def halve_uses(uses: Uses, begin: int, end: int) -> bool:
+    """Halve the uses of granules begin..end-1; whether any are left."""
+    left = False
+    for granule in range(begin, end):
+        uses[granule] >>= np.uint32(1)
+        left |= uses[granule] > 0
+    return left
+
+
 @compiled(types.void(USES, ROW_NUMBERS, types.int64, types.int64, types.int64))
 def touch_blocks(uses: Uses, firsts: Rows, granules: int, begin: int, end: int) -> None:
     """Count a use of granules begin..end-1 of some blocks; those that are not counted have -1 in `firsts`."""

@@ -152,6 +152,10 @@ class HybridIndex:
         first, last = self._span(begin, end)
         return self._uses[first:last].copy()
 
+    def halve_uses(self, begin: int, end: int) -> bool:
+        """Let the uses of these count for half, rounded down; whether any are left."""
+        return bool(steps.halve_uses(self._uses, *self._span(begin, end)))
+
     def forget_uses(self, begin: int, end: int) -> None:
         """Begin anew to count the uses of these."""
         steps.forget_uses(self._uses, *self._span(begin, end))

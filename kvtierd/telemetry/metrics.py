@@ -61,6 +61,7 @@ _ROWS = (
     Metric("reshaped_parts", "counter", "extents made of a part of a block, by request or by the policy"),
     Metric("reshaped_merges", "counter", "extents made of several blocks, likewise"),
     Metric("gathered_blocks", "counter", "blocks gathered from other extents into a slot of their own"),
+    Metric("reshapes_put_off", "counter", "changes that the policy wanted while blocks were held or room was short"),
     Metric("shapes_known_blocks", "gauge", "blocks whose uses are counted part by part"),
     Metric("shapes_extents", "gauge", "extents in host that are not one whole block"),
     Metric("table_evicted_blocks", "counter", "blocks on disk forgotten because max_blocks was reached"),

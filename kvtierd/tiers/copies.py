@@ -179,8 +179,9 @@ class Copies:
         """Copies of these rows came or went: tell each tier which of its blocks are elsewhere too."""
         mask = self.blocks.residency(rows)
         table = self.blocks.table
+        self.shapes.tell_copied(rows)
         for tier, bit, column in ((self.host, TIER_HOST, table.host_slot), (self.gpu, TIER_GPU, table.gpu_slot)):
-            here = (mask & bit) != 0
+            here = column[rows] >= 0
             if tier is None or not np.count_nonzero(here):
                 continue
             slots, more = column[rows[here]], mask[here] != bit
@@ -193,6 +194,7 @@ class Copies:
             rows, gone = self.shapes.evicted(rows)
             if gone.size:
                 self.counters["host_lost_blocks"] += int((self.blocks.residency(gone) == 0).sum())
+                self._tell_copied(gone)
                 self._forget_bare(gone)
         slots = column[rows]
         column[rows] = NO_SLOT

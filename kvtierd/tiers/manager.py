@@ -41,6 +41,7 @@ from kvtierd.tiers.reads import Reads
 from kvtierd.tiers.reshape import Reshaper
 from kvtierd.tiers.room import Room
 from kvtierd.tiers.sessions import SessionState, need_frames, state_of
+from kvtierd.tiers.shaping import Shaping
 from kvtierd.tiers.speeds import Speeds, probe_copy
 from kvtierd.tiers.usage import Uses
 from kvtierd.tiers.workers import Workers
@@ -124,6 +125,7 @@ class TierManager:
         )
         self._parts = PartReads(self._room, self._onboarder, self._reads, self._demand, clock)
         self._reshaper = Reshaper(self._room, self._onboarder, self._workers)
+        self._shaping = Shaping(self.copies, self._reshaper)
         self._admin = Admin(self.copies, self._onboarder, self._write_behind, _pinned_max(settings))
         self._ticker: asyncio.Task[None] | None = None
         self.reports: list[Callable[[], Mapping[str, Any]]] = []
@@ -193,6 +195,7 @@ class TierManager:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
         await self._room.close()
+        await self._shaping.close()
         await self._reads.prefetcher.close()
         await self._onboarder.close()
         if self._write_behind is not None:
@@ -365,6 +368,7 @@ class TierManager:
             self._reads.expire(now_ns)
             self._writes.expire(now_ns)
             self._room.keep_watermarks()
+            self._shaping.step(now_ns)
 
 
 def _model_for(settings: Settings, secret: int) -> ReturnModel | None:

@@ -146,6 +146,7 @@ class Shapes:
         self._host.settle(cls, np.array([slot], np.int32), np.array([extent], np.int32))
         for i, block in enumerate(blocks.tolist()):
             self._lay(block, first, min(tokens, block_tokens), extent, i * block_tokens)
+        self.tell_copied(blocks[:1])
 
     def gather(self, rows: Rows) -> None:
         """Blocks have a slot of their own or none: their extents go, those with held slots with the last hold.
@@ -210,10 +211,30 @@ class Shapes:
         blocks: Rows = named[named >= 0]
         return blocks
 
+    def granule_of(self, row: int) -> int:
+        """First granule of a known block's span."""
+        return (int(self._first[row]) - 1) // GRANULE_TOKENS
+
+    def in_extents(self, row: int) -> bool:
+        """Whether anything of a known block lies in an extent that is not the block."""
+        return bool((self._places(row) != row).any())
+
+    def blocks_with(self, row: int) -> Rows:
+        """Blocks that lie in one extent with a known block, itself among them, in order; of a split one only itself."""
+        places = self._places(row)
+        if places.size > 1 or places[0] == row:
+            return np.array([row], np.int32)
+        return self.blocks_in(int(places[0]))
+
     def uses(self, row: int, block_tokens: int) -> Uses:
         """Uses of each granule of a known block since they were last forgotten."""
         begin = int(self._first[row]) - 1
         return self._index.uses_between(begin, begin + block_tokens)
+
+    def halve_uses(self, row: int) -> bool:
+        """Let the uses of a known block count for half; whether any are left."""
+        begin = int(self._first[row]) - 1
+        return self._index.halve_uses(begin, begin + self._block_tokens(row))
 
     def forget_uses(self, rows: Rows, block_tokens: int) -> None:
         """Begin anew to count."""
@@ -254,6 +275,20 @@ class Shapes:
             masks[i] = np.bitwise_and.reduce(self._blocks.residency(blocks)) | TIER_HOST
         return masks
 
+    def tell_copied(self, rows: Rows) -> None:
+        """Copies of blocks in other tiers came or went: tell host's policy which of their extents are elsewhere too."""
+        if not self.extents:
+            return
+        places = np.concatenate(
+            [self._places(row) for row in rows[(self._table.marks[rows] & KNOWN) != 0].tolist()] or [rows[:0]]
+        )
+        places = np.unique(places[(self._table.marks[places] & EXTENT) != 0])
+        places = places[self._table.host_slot[places] >= 0]
+        elsewhere = (self.residency(places) & np.uint8(~TIER_HOST & 0xFF)) != 0
+        for answer in (True, False):
+            if (told := self._table.host_slot[places[elsewhere == answer]]).size:
+                self._host.copied(told, elsewhere=answer)
+
     def _freed(self, rows: Rows) -> None:
         """Rows of the block table are about to be given back."""
         if self.known:
@@ -273,10 +308,7 @@ class Shapes:
 
     def _leave(self, row: int) -> None:
         """A block lies in its extents no more; those that hold no other go."""
-        begin = int(self._first[row]) - 1
-        spans = self._index.overlapping(begin, begin + self._block_tokens(row))
-        places = self._index.describe(spans)[:, 2]
-        for place in dict.fromkeys(places.tolist()):
+        for place in self._places(row).tolist():
             if place == row or not self._table.marks[place] & EXTENT:
                 continue
             named = self._table.key[place].copy().view(np.int32)
@@ -286,6 +318,12 @@ class Shapes:
                 self._empty(place)
                 self.extents -= 1
             self._blocks.end_move(np.array([place], np.int32))
+
+    def _places(self, row: int) -> Rows:
+        """Rows that a known block lies at, each once: of extents, or its own."""
+        begin = int(self._first[row]) - 1
+        spans = self._index.overlapping(begin, begin + self._block_tokens(row))
+        return np.unique(self._index.describe(spans)[:, 2]).astype(np.int32)
 
     def _empty(self, row: int) -> None:
         slot = int(self._table.host_slot[row])

@@ -233,3 +233,65 @@ async def test_purge_of_host_copies_takes_scattered_blocks_too():
         assert reply_of(answer, m.CountReply).count == 4
         assert stored.rig.manager.copies.host.used_bytes() == 0
         await stored.whole_is_right()
+
+
+async def turn(stored, until):
+    """Let the ticker run until something holds; fails after a hundred turns of it."""
+    for _ in range(100):
+        if until():
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail(f"never came: {stored.rig.manager.stats()}")
+
+
+@in_loop
+async def test_the_policy_splits_a_block_whose_part_is_read_again_and_again():
+    async with Stored() as stored:
+        counters = stored.rig.manager.copies.counters
+        for _ in range(20):
+            await stored.part_is_right(320, 340)
+        await turn(stored, lambda: counters["reshaped_parts"])
+        _, _, spans, _ = await stored.part_is_right(256, 512)
+        assert spans["tokens"].tolist() == [64, 64, 128]
+        for _ in range(20):
+            await stored.part_is_right(256, 512)
+        await turn(stored, lambda: counters["gathered_blocks"])
+        _, _, spans, _ = await stored.part_is_right(256, 512)
+        assert spans["tokens"].tolist() == [256]
+
+
+@in_loop
+async def test_the_policy_merges_neighbours_that_are_read_together():
+    async with Stored() as stored:
+        counters = stored.rig.manager.copies.counters
+        for _ in range(20):
+            await stored.part_is_right(0, 1024)
+        await turn(stored, lambda: counters["reshaped_merges"] >= 2)
+        _, _, spans, _ = await stored.part_is_right(0, 1024)
+        assert spans["tokens"].tolist() == [512, 512]
+        await stored.whole_is_right()
+
+
+@in_loop
+async def test_the_policy_lets_leased_blocks_be():
+    async with Stored() as stored:
+        counters = stored.rig.manager.copies.counters
+        lease, _ = await stored.acquire()
+        for _ in range(20):
+            await stored.part_is_right(320, 340)
+        await turn(stored, lambda: counters["reshapes_put_off"])
+        assert counters["reshaped_parts"] == 0
+        await stored.rig.release(stored.session, lease)
+
+
+@in_loop
+async def test_blocks_that_nobody_reads_in_parts_any_more_are_not_counted_any_more():
+    async with Stored() as stored:
+        await stored.part_is_right(0, 1024)
+        shapes = stored.rig.manager.copies.shapes
+        assert shapes.known == 4
+        for _ in range(3):
+            stored.rig.clock.advance(61)
+            await asyncio.sleep(0.2)
+        assert shapes.known == 0
+        await stored.whole_is_right()
