@@ -12,6 +12,7 @@ from typing import Any
 from kvtierd import __version__
 from kvtierd.config.schema import Settings
 from kvtierd.core.clock import Clock, SystemClock
+from kvtierd.core.errors import StartupError
 from kvtierd.core.progress import Progress
 from kvtierd.core.units import format_bytes
 from kvtierd.daemon.census import Census, count
@@ -34,6 +35,7 @@ from kvtierd.tiers.namespaces import NamespaceEntry
 
 log = logging.getLogger(__name__)
 
+PORT_RETRY_S = 15.0
 DRAIN_REQUESTS_S = 5.0
 """How long requests in flight may go on after a stop was asked for."""
 
@@ -54,8 +56,7 @@ class Daemon:
 
     async def close(self) -> None:
         """Stop watching; the parts are closed by whoever made them."""
-        self._watching.cancel()
-        await asyncio.wait([self._watching])
+        await _end(self._watching)
 
     async def failed(self) -> BaseException:
         """Return the bug that stopped the tiers' ticker, the write-behind or the watchdog."""
@@ -165,7 +166,32 @@ async def _start_pages(parts: AsyncExitStack, settings: Settings, places: Places
         parts.push_async_callback(server.close)
     await operators.listen_unix(folder / SOCKET_NAME)
     if settings.metrics.listen:
-        await public.listen_tcp(settings.metrics.listen)
+        task = asyncio.create_task(_listen(public, settings.metrics.listen), name="metrics-port")
+        parts.push_async_callback(_end, task)
+
+
+async def _listen(server: HttpServer, address: str) -> None:
+    """Take the metrics' port, now or when it is free.
+
+    Any user of the machine can be there first: that must not keep the cache from serving.
+    """
+    told = False
+    while True:
+        try:
+            await server.listen_tcp(address)
+        except StartupError as error:
+            if not told:
+                log.error("%s; there are no metrics on it until it is free", error)
+            told = True
+            await asyncio.sleep(PORT_RETRY_S)
+        else:
+            log.info("metrics on http://%s/metrics", address)
+            return
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
 
 
 def _start_events(parts: AsyncExitStack, places: Places) -> EventPublisher:

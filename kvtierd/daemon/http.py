@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from pathlib import Path
@@ -73,8 +74,8 @@ class HttpServer:
                 self._connected, host.strip("[]"), int(port), limit=MAX_HEAD_BYTES
             )
         except OSError as error:
-            message = f"metrics.listen: {address} cannot be used ({error.strerror}); choose another port, or write "
-            raise StartupError(ExitCode.IO, message + '"" to have no metrics') from error
+            message = f"metrics.listen: {address} cannot be used: {os.strerror(error.errno) if error.errno else error}"
+            raise StartupError(ExitCode.IO, message) from error
 
     async def listen_unix(self, path: Path) -> None:
         """Listen on a socket for this user and root; the caller holds the folder's lock, so a leftover is replaced."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 BOOT = Path(__file__).with_name("boot.sh")
-NAMESPACES = ("--pid", "--mount", "--uts", "--ipc", "--cgroup")
+NAMESPACES = ("--pid", "--mount", "--uts", "--ipc", "--cgroup", "--net")
 BOOT_S = 60.0
 COMMAND_S = 100.0
 

@@ -38,7 +38,8 @@ class Service:
 
     def ensure_running(self) -> None:
         self.machine.run("systemctl", "reset-failed", UNIT, check=False)
-        self.machine.run("systemctl", "start", UNIT)
+        done = self.machine.run("systemctl", "start", UNIT, check=False)
+        assert not done.returncode, f"the service did not start:\n{self.journal_text()[-4000:]}"
 
     def systemctl(self, verb: str, *, check: bool = True):
         return self.machine.run("systemctl", verb, UNIT, check=check)
@@ -65,6 +66,11 @@ class Service:
         """Store or fetch 32 blocks in a namespace of this model; how many."""
         words = (verb, model, *words)
         return int(self.machine.run(f"{self.bindir}/python", "-c", CLIENT, *words, user="kvtierd").stdout)
+
+    def get(self, path: str) -> str:
+        """A page of the metrics' port."""
+        code = f"import urllib.request as r; print(r.urlopen('http://127.0.0.1:9464{path}').read().decode(), end='')"
+        return self.machine.run(f"{self.bindir}/python", "-c", code).stdout
 
     def until(self, what: str, holds: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + PATIENCE_S

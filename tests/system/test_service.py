@@ -144,6 +144,32 @@ def test_journal_has_fields_and_levels(service) -> None:
     assert json.dumps(line)
 
 
+def test_metrics_and_health_are_on_loopback(service) -> None:
+    service.client("store", "metrics")
+    text = service.get("/metrics")
+    assert 'kvtierd_request_seconds_count{operation="commit"} ' in text
+    assert 'kvtierd_nvme_mode{value="o_direct"} 1' in text or 'kvtierd_nvme_mode{value="buffered"} 1' in text
+    assert service.get("/healthz") == service.get("/readyz") == "ok\n"
+
+
+def test_operators_socket_is_for_root_and_the_daemon_and_nobody_else(service) -> None:
+    assert "# host" in service.kvtierctl("info").stdout
+    refused = service.machine.run(f"{service.bindir}/kvtierctl", "info", check=False, user="nobody")
+    assert refused.returncode == 69
+    assert "this is for root and for the user that runs kvtierd" in refused.stderr
+
+
+def test_doctor_finds_nothing_broken_in_what_was_installed(service) -> None:
+    done = service.kvtierctl("doctor", "--no-speeds", check=False)
+    assert done.returncode == 0, done.stdout
+    assert "0 failed" in done.stdout.splitlines()[-1]
+
+
+def test_manual_pages_are_where_man_looks(installed) -> None:
+    for page in ("man1/kvtierctl.1", "man5/kvtierd.yaml.5", "man8/kvtierd.8"):
+        assert installed.exists(f"/usr/local/share/man/{page}")
+
+
 def test_uninstalling_under_a_running_service_is_refused(service) -> None:
     done = service.kvtierctl("systemd", "uninstall", check=False)
     assert done.returncode == 64

@@ -238,10 +238,11 @@ def test_quiet_command_says_nothing(kvtierctl) -> None:
 
 
 @pytest.mark.usefixtures("daemon")
-def test_port_in_use_keeps_a_daemon_from_starting(port: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvtierd.daemon.main", "--config", "/dev/null", "--data-dir", ""]
-    command += ["--runtime-dir", str(tmp_path / "r"), "--set", f"metrics.listen=127.0.0.1:{port}"]
-    command += ["--set", "host.capacity=8MiB", "--set", "host.chunk_bytes=4MiB", "--set", "gpu.capacity=0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 74
-    assert "metrics.listen" in done.stderr
+def test_port_in_use_costs_the_metrics_and_not_the_cache(port: int, tmp_path: Path) -> None:
+    overrides = {"host__capacity": "8MiB", "host__chunk_bytes": "4MiB", "gpu__capacity": 0, "nvme__directory": ""}
+    with EmbeddedDaemon(tmp_path, metrics__listen=f"127.0.0.1:{port}", **overrides) as second:
+        with Client(second.endpoint, timeout_s=10) as client:
+            _store(client, "second")
+        said = f"metrics.listen: 127.0.0.1:{port} cannot be used: Address already in use; there are no metrics on it"
+        assert said in second.logs()
+        assert second.stop() == 0
