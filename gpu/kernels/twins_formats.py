@@ -89,6 +89,8 @@ def _code(value: float) -> int:
     if math.isnan(value):
         return sign | _E4M3_NAN
     magnitude = min(abs(value), E4M3_MAX)
+    if magnitude == 0.0:
+        return sign
     _, exponent = math.frexp(magnitude)
     # Three bits behind the leading one; below 2^-6 the steps stay at 2^-9. Python rounds half to even.
     step = max(exponent - 4, -9)

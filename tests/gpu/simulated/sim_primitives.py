@@ -14,9 +14,11 @@ from kvtierd.gpu.kernels.primitives import (
     copy_async,
     copy_commit,
     copy_wait,
+    e4m3_word,
     exchange_f32,
     exchange_u32,
     exp2,
+    f16_of_e4m3,
     f16_pair,
     floats_of_bf16,
     floats_of_f16,
@@ -36,6 +38,7 @@ from kvtierd.gpu.kernels.primitives import (
     sync_warp,
 )
 from kvtierd.gpu.kernels.registry import Kernel, cuda_is_simulated
+from kvtierd.gpu.reference import codec as oracle
 
 F32 = npt.NDArray[np.float32]
 
@@ -168,3 +171,22 @@ def test_a_product_of_matrices_through_ldmatrix_and_mma(half: str) -> None:
     out = np.full((16, 8), np.nan, np.float32)
     _kernel(body).launch(1, bits(a).reshape(-1).view(np.uint8), bits(b).reshape(-1).view(np.uint8), out)
     assert np.array_equal(out, a @ b)
+
+
+def test_every_float_and_code_of_8_bits_is_converted_as_defined() -> None:
+    def body(values: F32, codes: npt.NDArray[np.uint32], halves: npt.NDArray[np.uint32]) -> None:
+        for at in range(0, values.size, 4):
+            codes[at // 4] = e4m3_word(values[at], values[at + 1], values[at + 2], values[at + 3])
+        for at in range(64):
+            first = 4 * at
+            word = first | first + 1 << 8 | first + 2 << 16 | first + 3 << 24
+            halves[2 * at], halves[2 * at + 1] = f16_of_e4m3(word)
+
+    every = (np.arange(65536, dtype=np.uint32)[::7] << 16).view(np.float32)[:9360]
+    values = np.concatenate([every, [0.0, -0.0, 464.0, np.inf, -np.nan, 2.0**-10, 3 * 2.0**-10, -1.0625]])
+    values = values.astype(np.float32)
+    codes, halves = np.zeros(values.size // 4, np.uint32), np.zeros(128, np.uint32)
+    _kernel(body, 1).launch(1, values, codes, halves)
+    assert np.array_equal(codes.view(np.uint8), oracle.codes_of(values.astype(np.float64)))
+    floats = halves.view(np.float16).astype(np.float64)
+    np.testing.assert_array_equal(floats, oracle.values_of(np.arange(256, dtype=np.uint8)))
