@@ -159,6 +159,8 @@ class Metrics(_Section, frozen=True, kw_only=True):
     listen: Annotated[str, Meta(pattern=LOOPBACK, examples=["127.0.0.1:9464", "[::1]:9464"])] = "127.0.0.1:9464"
     """Loopback address and port of /metrics, /healthz and /readyz; "" switches them off. Nobody is asked who he is
     there, hence no other address: put a proxy before it."""
+    requests: bool = True
+    """Time every request, and count the tokens found: without it there are no request metrics, slow log or watch."""
     slow_ms: Annotated[int, Meta(ge=0, le=3_600_000), _LIVE] = 100
     """Requests that take longer go to the slow log (`kvtierctl slowlog`); 0 keeps all of them."""
 

@@ -134,7 +134,7 @@ async def compose(settings: Settings, places: Places) -> AsyncIterator[Daemon]:
         disk = {"nvme": store.progress} if store is not None else dict[str, Progress]()
         stall_s = watchdog_period_s() or DEFAULT_STALL_S
         async with long_step(lambda: "recovering the nvme tier", Liveness(disk, stall_s, clock)):
-            sink = WatchedEvents(events, requests) if events is not None else None
+            sink = WatchedEvents(events, requests) if events is not None and settings.metrics.requests else events
             manager = await _start_manager(parts, settings, clock, sink, store)
         server = Server(
             manager,
@@ -144,7 +144,7 @@ async def compose(settings: Settings, places: Places) -> AsyncIterator[Daemon]:
             chunks=manager,
             clock=clock,
             name=f"kvtierd {__version__}",
-            observer=requests,
+            observer=requests if settings.metrics.requests else None,
         )
         manager.reports.append(requests.statistics)
         manager.reports.append(reporter(server, events))

@@ -113,7 +113,7 @@ class Pages:
         if self.viewed is None:
             return _starting()
         requests = self.viewed.requests
-        return _page_of(requests.slow.since(_number(asked, "after", 0)), slow_ms=requests.slow_ms)
+        return _page_of(requests.slow_since(_number(asked, "after", 0)), slow_ms=requests.slow_ms)
 
     async def watch(self, asked: Asked) -> Page:
         """What happened since the last question."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import collections
 import datetime as dt
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvtierd.core.clock import Clock
-from kvtierd.protocol.messages import AnyReply, AnyRequest, Lookup, LookupReply
+from kvtierd.protocol.messages import AnyReply, AnyRequest, Commit, Lookup, LookupReply
 from kvtierd.protocol.service import Session
 from kvtierd.telemetry.prometheus import Histogram
 from kvtierd.tiers.copies import EventSink
@@ -19,8 +20,8 @@ SLOW_ENTRIES = 512
 WATCHED_ENTRIES = 8192
 WATCHER_PATIENCE_NS = 10_000_000_000
 """Entries are kept for a watcher that asked within this time; without one nothing is recorded."""
-PAGE_ENTRIES = 1024
-"""Most entries of one answer."""
+WATCH_PAGE_ENTRIES = 256
+"""Most entries of one answer: more than a terminal shows between two questions, and little enough to put into words."""
 KEY_DIGITS = 16
 _KEY_BYTES = 32
 
@@ -32,25 +33,44 @@ Entry = dict[str, Any]
 Frames = Sequence[memoryview]
 Outcome = AnyReply | str
 
+T = TypeVar("T")
 
-class Ring:
+
+class Ring(Generic[T]):
     """The last entries, numbered from the first one ever, so that a reader sees how many it missed."""
 
     def __init__(self, limit: int) -> None:
-        self._entries: collections.deque[Entry] = collections.deque(maxlen=limit)
+        self._entries: collections.deque[T] = collections.deque(maxlen=limit)
         self.next = 0
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: T) -> None:
         """Append; the oldest goes when the ring is full."""
         self._entries.append(entry)
         self.next += 1
 
-    def since(self, number: int, limit: int = PAGE_ENTRIES) -> tuple[list[Entry], int, int]:
+    def since(self, number: int, limit: int) -> tuple[list[T], int, int]:
         """Entries from `number` on: (entries, number to ask for next, how many are gone). Too many: the newest."""
         first = self.next - len(self._entries)
         begin = max(number, first, self.next - limit)
-        entries = list(self._entries)[begin - first :] if begin < self.next else []
-        return entries, self.next, max(0, begin - max(0, number)) if number < self.next else 0
+        if begin >= self.next:
+            return [], self.next, 0
+        # From the end: a deque is slow to index in its middle, and a reader wants the newest.
+        newest = itertools.islice(reversed(self._entries), self.next - begin)
+        return list(newest)[::-1], self.next, begin - max(0, number)
+
+
+class Noted(NamedTuple):
+    """A request as it is kept: made into words only when somebody reads it, for most are never read."""
+
+    end_ns: int
+    duration_ns: int
+    session: Session
+    request: AnyRequest
+    blocks: int
+    outcome: Outcome
+
+
+Happened = Noted | Entry
 
 
 class RequestLog:
@@ -58,10 +78,10 @@ class RequestLog:
 
     def __init__(self, clock: Clock, slow_ms: int) -> None:
         self.slow_ms = slow_ms
-        self.seconds: dict[str, Histogram] = {}
-        self.slow = Ring(SLOW_ENTRIES)
-        self.watched = Ring(WATCHED_ENTRIES)
+        self.slow: Ring[Happened] = Ring(SLOW_ENTRIES)
+        self.watched: Ring[Happened] = Ring(WATCHED_ENTRIES)
         self._clock = clock
+        self._seconds: dict[type, Histogram] = {}
         self._asked_tokens = 0
         self._hit_tokens = dict.fromkeys(_TIER_OF_BIT.values(), 0)
         self._watching_until_ns = -1
@@ -69,22 +89,41 @@ class RequestLog:
     def __call__(self, session: Session, request: AnyRequest, frames: Frames, begin_ns: int, outcome: Outcome) -> None:
         """Take note of one request."""
         now_ns = self._clock.now_ns()
-        operation = request.__struct_config__.tag
-        histogram = self.seconds.get(operation)  # type: ignore[arg-type]
+        duration_ns = now_ns - begin_ns
+        kind = type(request)
+        histogram = self._seconds.get(kind)
         if histogram is None:
-            histogram = self.seconds[str(operation)] = Histogram(BOUNDS_S)
-        histogram.add(now_ns - begin_ns)
+            histogram = self._seconds[kind] = Histogram(BOUNDS_S)
+        histogram.add(duration_ns)
         if type(outcome) is LookupReply:
             self._found(session, request, frames, outcome)  # type: ignore[arg-type]
-        if now_ns - begin_ns >= self.slow_ms * 1_000_000:
-            self.slow.add(self._entry(session, request, frames, now_ns - begin_ns, outcome))
-        if now_ns < self._watching_until_ns:
-            self.watched.add(self._entry(session, request, frames, now_ns - begin_ns, outcome))
+        is_slow = duration_ns >= self.slow_ms * 1_000_000
+        if is_slow or now_ns < self._watching_until_ns:
+            blocks = frames[0].nbytes // _KEY_BYTES if frames and kind is not Commit else 0
+            noted = Noted(now_ns, duration_ns, session, request, blocks, outcome)
+            if is_slow:
+                self.slow.add(noted)
+            if now_ns < self._watching_until_ns:
+                self.watched.add(noted)
+
+    @property
+    def seconds(self) -> dict[str, Histogram]:
+        """How long requests took, by operation."""
+        return {_operation(kind): histogram for kind, histogram in self._seconds.items()}
+
+    def slow_since(self, number: int) -> tuple[list[Entry], int, int]:
+        """Slow requests from `number` on, as Ring.since."""
+        return self._read(self.slow, number, SLOW_ENTRIES)
 
     def watch(self, number: int) -> tuple[list[Entry], int, int]:
         """What happened since `number` (-1: from now on), and have it recorded for a while."""
         self._watching_until_ns = self._clock.now_ns() + WATCHER_PATIENCE_NS
-        return self.watched.since(self.watched.next if number < 0 else number)
+        return self._read(self.watched, self.watched.next if number < 0 else number, WATCH_PAGE_ENTRIES)
+
+    def _read(self, ring: Ring[Happened], number: int, limit: int) -> tuple[list[Entry], int, int]:
+        entries, following, skipped = ring.since(number, limit)
+        now_ns, now = self._clock.now_ns(), dt.datetime.now(dt.UTC)
+        return [_in_words(entry, now_ns, now) for entry in entries], following, skipped
 
     @property
     def is_watched(self) -> bool:
@@ -112,28 +151,6 @@ class RequestLog:
                 if not left:
                     return
 
-    def _entry(
-        self,
-        session: Session,
-        request: AnyRequest,
-        frames: Frames,
-        duration_ns: int,
-        outcome: Outcome,
-    ) -> Entry:
-        """One request as an operator reads it: no keys, no payload."""
-        number = getattr(request, "namespace", 0) or next(iter(getattr(request, "namespaces", ())), 0)
-        known = state_of(session).namespaces
-        return {
-            "time": now_text(),
-            "what": str(request.__struct_config__.tag),
-            "client": session.client,
-            "pid": session.pid,
-            "namespace": known[number - 1].namespace.model if 0 < number <= len(known) else "",
-            "blocks": frames[0].nbytes // _KEY_BYTES if frames and number else 0,
-            "ms": round(duration_ns / 1e6, 3),
-            "outcome": outcome if isinstance(outcome, str) else _outcome(outcome),
-        }
-
 
 class WatchedEvents:
     """Passes events of blocks on, and notes them for a watcher (tiers.copies.EventSink)."""
@@ -156,13 +173,33 @@ class WatchedEvents:
 
     def _note(self, what: str, keys: Sequence[bytes], medium: str) -> None:
         first = keys[0].hex()[:KEY_DIGITS] if keys else ""
-        entry = {"time": now_text(), "what": what, "tier": medium, "blocks": len(keys), "first_key": first}
+        time = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
+        entry = {"time": time, "what": what, "tier": medium, "blocks": len(keys), "first_key": first}
         self._requests.watched.add(entry)
 
 
-def now_text() -> str:
-    """The wall clock, for people."""
-    return dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
+def _in_words(entry: Happened, now_ns: int, now: dt.datetime) -> Entry:
+    """An entry as an operator reads it: no keys but the first one's beginning, no payload."""
+    if not isinstance(entry, Noted):
+        return entry
+    session, request = entry.session, entry.request
+    named = getattr(request, "namespace", 0) or next(iter(getattr(request, "namespaces", ())), 0)
+    number = named if isinstance(named, int) else 0  # `register` carries the namespace itself
+    known = state_of(session).namespaces
+    return {
+        "time": (now - dt.timedelta(microseconds=(now_ns - entry.end_ns) / 1000)).isoformat(timespec="milliseconds"),
+        "what": _operation(type(request)),
+        "client": session.client,
+        "pid": session.pid,
+        "namespace": known[number - 1].namespace.model if 0 < number <= len(known) else "",
+        "blocks": entry.blocks,
+        "ms": round(entry.duration_ns / 1e6, 3),
+        "outcome": entry.outcome if isinstance(entry.outcome, str) else _outcome(entry.outcome),
+    }
+
+
+def _operation(kind: type) -> str:
+    return str(kind.__struct_config__.tag)  # type: ignore[attr-defined]
 
 
 def _outcome(reply: AnyReply) -> str:

@@ -61,10 +61,10 @@ def test_slow_requests_are_kept_with_who_asked_for_what(log: RequestLog, clock: 
     begin_ns = clock.now_ns()
     clock.advance(0.0999)
     log(session, Get(id=1, namespace=1), _keys(3), begin_ns, OkReply(id=1))
-    assert log.slow.since(0) == ([], 0, 0)
+    assert log.slow_since(0) == ([], 0, 0)
     clock.advance(0.0002)
     log(session, Get(id=1, namespace=1), _keys(3), begin_ns, "deadline")
-    (entry,), following, skipped = log.slow.since(0)
+    (entry,), following, skipped = log.slow_since(0)
     assert (following, skipped) == (1, 0)
     assert entry.pop("time")
     assert entry.pop("ms") == pytest.approx(100.1, abs=0.01)
@@ -74,14 +74,14 @@ def test_slow_requests_are_kept_with_who_asked_for_what(log: RequestLog, clock: 
 
 
 def test_ring_says_how_many_are_gone() -> None:
-    ring = Ring(4)
+    ring: Ring[dict] = Ring(4)
     for number in range(10):
         ring.add({"n": number})
-    entries, following, skipped = ring.since(3)
+    entries, following, skipped = ring.since(3, 99)
     assert ([entry["n"] for entry in entries], following, skipped) == ([6, 7, 8, 9], 10, 3)
-    assert ring.since(8) == ([{"n": 8}, {"n": 9}], 10, 0)
-    assert ring.since(10) == ([], 10, 0)
-    assert ring.since(11) == ([], 10, 0)
+    assert ring.since(8, 99) == ([{"n": 8}, {"n": 9}], 10, 0)
+    assert ring.since(10, 99) == ([], 10, 0)
+    assert ring.since(11, 99) == ([], 10, 0)
     entries, following, skipped = ring.since(6, limit=2)
     assert ([entry["n"] for entry in entries], skipped) == ([8, 9], 2)
 
