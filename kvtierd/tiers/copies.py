@@ -152,6 +152,12 @@ class Copies:
                 self.counters["table_evicted_blocks"] += mine.size
                 self.forget(self.namespaces[number], mine)
 
+    def log_fields(self, row: int, tier: Tier) -> dict[str, dict[str, str]]:
+        """What a log line about a block says besides its text: `extra` of a logging call."""
+        namespace = self.namespaces[int(self.blocks.table.namespace[row])].namespace.model
+        key = self.blocks.table.key[row].tobytes().hex()
+        return {"fields": {"tier": tier, "namespace": namespace, "block_key": key}}
+
     def extent(self, row: int, entry: NamespaceEntry) -> Extent:
         """Where a row lies on disk."""
         table = self.blocks.table

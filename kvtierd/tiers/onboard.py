@@ -335,7 +335,7 @@ class Onboarder:
 
     def _lost_on_disk(self, row: int, error: StorageError) -> None:
         """A block could not be read: a corrupt one is dropped for good, a failed read may succeed next time."""
-        _log.warning("nvme read: %s", error)
+        _log.warning("nvme read: %s", error, extra=self._copies.log_fields(row, "nvme"))
         kind = "onboard_corrupt_blocks" if isinstance(error, CorruptionError) else "onboard_failed_blocks"
         self._copies.counters[kind] += 1
         if isinstance(error, CorruptionError) and self._copies.blocks.table.segment[row] >= 0:

@@ -211,11 +211,12 @@ class WriteBehind:
             if isinstance(result, Extent):
                 self._written(entry, row, result)
             elif isinstance(result, CorruptionError):
-                _log.error("host tier: %s; the block is dropped", result)
+                _log.error("host tier: %s; the block is dropped", result, extra=copies.log_fields(row, "host"))
                 copies.counters["host_corrupt_blocks"] += 1
                 corrupt.append(row)
             elif result is not None:
-                _log.warning("nvme write: %s; the block stays in host only", result)
+                fields = copies.log_fields(row, "nvme")
+                _log.warning("nvme write: %s; the block stays in host only", result, extra=fields)
                 copies.counters["offload_failed_blocks"] += 1
                 self.failed_ns = self._clock.now_ns()
         copies.written(batch.rows)
