@@ -187,16 +187,17 @@ class Facts:
         return numbers[inverse.reshape(-1)]
 
 
-def alive(blocks: Rows, kills: Rows, generations: Mapping[int, int]) -> Numbers:
+def alive(blocks: Rows, kills: Rows, generations: Mapping[int, int], *, copies: bool = False) -> Numbers:
     """Indices of the blocks that live: in a life that is, the newest of their key by origin, killed by nothing.
 
     `generations` is the present life of each segment by id. A sequence number says which life a record is of: it is
-    above its life's generation and below the next one's.
+    above its life's generation and below the next one's. Of two copies of one origin the earlier one lives: the later
+    may be torn, and the earlier is recycled only when the later is on stable storage. With `copies` both are given.
     """
     here = np.flatnonzero(_of_this_life(blocks, generations))
     if here.size == 0:
         return here
-    return here[_newest(blocks[here], kills)]
+    return here[_newest(blocks[here], kills, copies=copies)]
 
 
 def _of_this_life(blocks: Rows, generations: Mapping[int, int]) -> Mask:
@@ -209,31 +210,35 @@ def _of_this_life(blocks: Rows, generations: Mapping[int, int]) -> Mask:
     return mask
 
 
-def _newest(blocks: Rows, kills: Rows) -> Numbers:
+def _newest(blocks: Rows, kills: Rows, *, copies: bool) -> Numbers:
     """Indices of blocks that are the newest of their key and struck out by no kill.
 
-    Blocks and kills are sorted together by identity and origin, a kill behind the blocks of its own number; then a
-    block lives just when it is the last of its group. Of two copies of one origin the later one wins. Identities are
-    sorted by 64 mixed bits; should two of them be equal in these, they are sorted in full.
+    Blocks and kills are sorted together by identity and origin, a kill behind the blocks of its own number, and of two
+    copies the earlier one last; then a block lives just when it is the last of its group. Identities are sorted by 64
+    mixed bits; should two of them be equal in these, they are sorted in full.
     """
     total = len(blocks) + len(kills)
     words = np.empty((5, total), np.uint64)
     for part, rows in ((slice(0, len(blocks)), blocks), (slice(len(blocks), total), kills)):
         words[:4, part], words[4, part] = rows["key"].T, rows["space"]
     origin = np.concatenate([blocks["origin"], kills["sequence"]])
-    sequence = np.concatenate([blocks["sequence"], np.zeros(len(kills), np.uint64)])
+    earlier = ~np.concatenate([blocks["sequence"], np.zeros(len(kills), np.uint64)])
     is_kill = np.arange(total) >= len(blocks)
     mixed = words[0].copy()
     for word in words[1:]:
         mixed = (mixed ^ (mixed >> np.uint64(29))) * _MIX + word
-    order = np.lexsort((sequence, is_kill, origin, mixed))
-    same = (words[:, order][:, 1:] == words[:, order][:, :-1]).all(axis=0)
-    if np.array_equal(same, mixed[order][1:] == mixed[order][:-1]):
-        last = np.append(~same, True)
-    else:
-        order = np.lexsort((sequence, is_kill, origin, *words))
-        last = np.append((words[:, order][:, 1:] != words[:, order][:, :-1]).any(axis=0), True)
+    order = np.lexsort((earlier, is_kill, origin, mixed))
+    ordered = words[:, order]
+    last = np.append((ordered[:, 1:] != ordered[:, :-1]).any(axis=0), True)
+    if not np.array_equal(~last[:-1], mixed[order][1:] == mixed[order][:-1]):
+        order = np.lexsort((earlier, is_kill, origin, *words))
+        ordered = words[:, order]
+        last = np.append((ordered[:, 1:] != ordered[:, :-1]).any(axis=0), True)
     winners: Numbers = order[last]
+    if copies:
+        group = np.cumsum(last) - last
+        same = (origin[order] == origin[winners][group]) & ~is_kill[winners][group]
+        winners = order[same]
     return np.sort(winners[winners < len(blocks)])
 
 

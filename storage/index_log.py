@@ -170,10 +170,10 @@ def head_rows(facts: Facts) -> Rows:
 
 
 def _merged(facts: Facts, generations: Mapping[int, int], *, keep_kills: bool) -> Facts:
-    """What lives of these facts, in the order of its place."""
+    """What lives of these facts, in the order of its place; a block that was written again, in both places."""
     merged = Facts()
     merged.spaces = facts.spaces
-    blocks = facts.blocks[alive(facts.blocks, facts.kills, generations)]
+    blocks = facts.blocks[alive(facts.blocks, facts.kills, generations, copies=True)]
     merged.add_blocks(blocks[np.lexsort((blocks["page"], blocks["segment"]))])
     merged.heads = {number: head for number, head in facts.heads.items() if generations.get(number) == head.generation}
     if keep_kills:

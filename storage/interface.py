@@ -152,6 +152,7 @@ class BlockStore(Protocol):
 
         `heats` gives the heat of tags ([n] float32, 0 is cold). `moved` is told (tag, old extent, new extent), all
         valid at that moment, and says which the caller still has at the old place: it uses the new one from then on.
+        A block that the caller is just storing anew is none of them.
         """
         ...
 

@@ -62,6 +62,17 @@ class MemoryDisk:
         """Bytes of all files."""
         return sum(image.now.size for image in self.files.values())
 
+    def as_it_is(self) -> MemoryDisk:
+        """A copy of the disk as a process that is killed leaves it: everything that was written is there."""
+        found = MemoryDisk(self.capacity_bytes)
+        with self.guard:
+            for name, image in self.files.items():
+                copy = found.files[name] = _Image(image.now.size)
+                copy.now[:] = copy.stable[:] = image.now
+                copy.name_is_stable = True
+            found.metadata = self.metadata.as_they_are()
+        return found
+
     def after_power_loss(self, luck: random.Random | None = None) -> MemoryDisk:
         """The disk as a later start finds it: files whose name was synced, with what was synced in them."""
         found = MemoryDisk(self.capacity_bytes)

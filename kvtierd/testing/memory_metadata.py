@@ -30,6 +30,13 @@ class SmallFiles:
         """Make names stable."""
         self.stable = dict(self.now)
 
+    def as_they_are(self) -> SmallFiles:
+        """A copy in which everything is stable."""
+        found = SmallFiles()
+        found.now = {name: SmallFile(bytearray(file.data), len(file.data)) for name, file in self.now.items()}
+        found.sync_directory()
+        return found
+
     def after_power_loss(self, luck: random.Random | None) -> SmallFiles:
         """What a later start finds: names as synced, or by luck as they were; of what was appended since a sync any
         number of whole sectors from its beginning, and by luck garbage behind."""

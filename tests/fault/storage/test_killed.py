@@ -1,6 +1,5 @@
 """Kill the process under mixed load, again and again: what was flushed is back, and nothing that was deleted.
 
-
 A killed process leaves the page cache behind, so this proves nothing about power; it proves that every state between
 two system calls is one that a start understands.
 """

@@ -54,6 +54,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.doubtful: set[tuple[Name, int]] = set()
         self.versions = 0
         self.power_was_lost = False
+        self.writing: set[Name] = set()
         self.open()
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
@@ -109,7 +110,7 @@ class StoreMachine(RuleBasedStateMachine):
             name, version = self.places[old]
             assert tag == version
             assert tag % 3, "a cold block was written again"
-            kept.append(name in self.held and self.held[name][1] == old)
+            kept.append(name in self.held and self.held[name][1] == old and name not in self.writing)
             self.places[new] = name, version
             if kept[-1]:
                 self.held[name] = self.held[name][0], new, version
@@ -127,7 +128,9 @@ class StoreMachine(RuleBasedStateMachine):
             block.tag = self.versions
             self.made[name, self.versions] = block
             blocks.append(block)
+        self.writing = set(names)
         results = self.do(self.store.write([block.item() for block in blocks]))
+        self.writing = set()
         for name, block, extent in zip(names, blocks, results, strict=True):
             assert isinstance(extent, Extent), extent
             self.held[name] = block, extent, block.tag
