@@ -14,9 +14,13 @@ BENCHES: dict[str, str] = {
     "nvme": "2 MiB blocks offloaded and onboarded against fio",
     "recovery": "a start on 100,000 blocks: clean, after kill -9, and by a scan of all headers",
     "space": "write amplification of a full store under Zipf-distributed reuse",
+    "checksum": "share of the time that verifying takes at full read speed",
     "prefetch": "a cold sequential read with the prefetch window against one without",
     "index": "the page table against bare memory and a dict; its memory and pauses; the adaptive front",
     "trace": "hits of the default eviction policy on a trace (FILE) against six others and the bound",
+    "attention": "attention over 64k tokens of bf16 and FP8 blocks against torch and a plain read (wants torch)",
+    "accuracy": "the attention kernels against a float64 oracle over a matrix of shapes",
+    "overhead": "lookups while metrics, slow log and a watcher look on, against without",
     "start": "spawn to ready, and resident memory",
     "demo": "time to first token of a real model against its cold prefill (wants the extra `demo`)",
 }
