@@ -29,6 +29,7 @@ from kvtierd.protocol.server import Server
 from kvtierd.protocol.sessions import Limits
 from kvtierd.storage import SegmentStore
 from kvtierd.telemetry.notify import watchdog_period_s
+from kvtierd.telemetry.prometheus import Histogram
 from kvtierd.tiers.copies import EventSink
 from kvtierd.tiers.manager import TierManager
 from kvtierd.tiers.namespaces import NamespaceEntry
@@ -86,6 +87,10 @@ class Daemon:
     def unready(self) -> str:
         """Why clients should not come now; "" when they may."""
         return self.stuck() or ("draining" if self._held or self._stopping else "")
+
+    def absences(self) -> Histogram:
+        """How long blocks stayed away from host."""
+        return self._manager.copies.absences.seconds
 
     def census(self) -> Census:
         """Blocks by state and namespace; a pass over the block table, for a thread."""

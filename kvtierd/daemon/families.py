@@ -30,6 +30,8 @@ class Sources:
     family: Family
     labels: Mapping[str, Labels]
     scale: float = 1
+    less: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What is counted in another statistic of the family too, and to be taken off here."""
     texts: bool = False
     """The statistics are texts: each becomes a label `value` of a sample that is 1."""
 
@@ -55,10 +57,13 @@ _TABLE = (
         Family("evicted_blocks_total", "counter", "blocks", "copies dropped from a tier, and why"),
         {
             "gpu_evicted_blocks": {"tier": "gpu", "reason": "room"},
+            "gpu_watermark_blocks": {"tier": "gpu", "reason": "watermark"},
             "host_evicted_blocks": {"tier": "host", "reason": "room"},
+            "host_watermark_blocks": {"tier": "host", "reason": "watermark"},
             "nvme_reclaimed_blocks": {"tier": "nvme", "reason": "room"},
             "table_evicted_blocks": {"tier": "nvme", "reason": "max_blocks"},
         },
+        less={"gpu_evicted_blocks": "gpu_watermark_blocks", "host_evicted_blocks": "host_watermark_blocks"},
     ),
     Sources(
         Family("checksum_errors_total", "counter", "", "blocks whose bytes were not what was stored; they are dropped"),
@@ -71,11 +76,24 @@ _TABLE = (
     # Transfers
     Sources(
         Family("transferred_bytes_total", "counter", "bytes", "bytes moved, by where from and where to"),
-        _moves(client_to_host="committed_bytes", host_to_nvme="nvme_stored_bytes", nvme_to_host="nvme_read_bytes"),
+        _moves(
+            client_to_host="committed_bytes",
+            host_to_client="host_to_client_moved_bytes",
+            host_to_nvme="nvme_stored_bytes",
+            nvme_to_host="nvme_read_bytes",
+            host_to_gpu="host_to_gpu_moved_bytes",
+            gpu_to_host="gpu_to_host_moved_bytes",
+        ),
     ),
     Sources(
-        Family("transfer_seconds_total", "counter", "seconds", "time that batches of moves waited for the disk"),
-        _moves(host_to_nvme="nvme_write_ns", nvme_to_host="nvme_read_ns"),
+        Family("transfer_seconds_total", "counter", "seconds", "time in which bytes were on this way"),
+        _moves(
+            host_to_client="host_to_client_moving_ns",
+            host_to_nvme="nvme_write_ns",
+            nvme_to_host="nvme_read_ns",
+            host_to_gpu="host_to_gpu_moving_ns",
+            gpu_to_host="gpu_to_host_moving_ns",
+        ),
         NS,
     ),
     Sources(
@@ -162,6 +180,9 @@ _TABLE = (
     Sources(Family("build_info", "gauge", "", "version of the package: 1"), {"daemon_version": {}}, texts=True),
 )
 
+ABSENCE_SECONDS = Family(
+    "host_absence_seconds", "histogram", "seconds", "time from losing its copy in host to being wanted there again"
+)
 REQUEST_SECONDS = Family("request_seconds", "histogram", "seconds", "time from taking up a request to its answer")
 BLOCK_STATES = Family("block_states", "gauge", "", "blocks by state: clean ones are on disk too, dirty ones are not")
 
@@ -195,6 +216,7 @@ def collect(stats: Mapping[str, Any]) -> Iterator[tuple[Family, list[tuple[Label
             if entry.texts:
                 found.append(({**labels, "value": str(value)}, 1))
             else:
+                value -= stats.get(entry.less.get(name, ""), 0)
                 found.append((labels, value * entry.scale if entry.scale != 1 else value))
         yield entry.family, found
 
@@ -212,6 +234,7 @@ def document() -> str:
 
 def _documented() -> Iterator[tuple[Family, list[str]]]:
     yield REQUEST_SECONDS, ["operation"]
+    yield ABSENCE_SECONDS, []
     yield BLOCK_STATES, ["tier", "state"]
     for entry in sources():
         labels = list(dict.fromkeys(label for labels in entry.labels.values() for label in labels))

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import msgspec
 
 from kvtierd.daemon.census import Census
-from kvtierd.daemon.families import BLOCK_STATES, REQUEST_SECONDS, collect
+from kvtierd.daemon.families import ABSENCE_SECONDS, BLOCK_STATES, REQUEST_SECONDS, collect
 from kvtierd.daemon.http import Asked, Handler, Page
 from kvtierd.daemon.requests import RequestLog
 from kvtierd.daemon.state import in_sections
 from kvtierd.telemetry.fields import plain
-from kvtierd.telemetry.prometheus import CONTENT_TYPE, render
+from kvtierd.telemetry.prometheus import CONTENT_TYPE, Histogram, render
 
 
 class Viewed(Protocol):
@@ -37,6 +37,10 @@ class Viewed(Protocol):
 
     def unready(self) -> str:
         """Why clients should not come now; "" when they may."""
+        ...
+
+    def absences(self) -> Histogram:
+        """How long blocks stayed away from host."""
         ...
 
     def census(self) -> Census:
@@ -85,7 +89,10 @@ class Pages:
         census = await asyncio.to_thread(viewed.census)
         states = [({"tier": tier, "state": state}, count) for (tier, state), count in census.states().items()]
         seconds = [({"operation": name}, histogram) for name, histogram in viewed.requests.seconds.items()]
-        text = render([*collect(viewed.state()), (BLOCK_STATES, states), (REQUEST_SECONDS, seconds)])
+        absences = [({}, viewed.absences())]
+        text = render(
+            [*collect(viewed.state()), (BLOCK_STATES, states), (REQUEST_SECONDS, seconds), (ABSENCE_SECONDS, absences)]
+        )
         return Page(text.encode(), CONTENT_TYPE)
 
     async def healthz(self, _asked: Asked) -> Page:

@@ -22,6 +22,9 @@ class Metric:
     meaning: str
 
 
+_HOPS = (("gpu", "host"), ("host", "gpu"), ("host", "client"))
+"""Ways between tiers that no store counts (kvtierd.tiers.speeds)."""
+
 _MULTIPLES = ("1x", "1_25x", "1_5x", "2x", "4x")
 """Sizes that ghost hits are counted for (kvtierd.policy.ghosts), as they stand in names."""
 
@@ -33,6 +36,7 @@ _ROWS = (
     Metric("host_used_bytes", "gauge", "slots in use in the host tier"),
     Metric("host_blocks", "gauge", "blocks with a copy in the host tier"),
     Metric("host_evicted_blocks", "counter", "copies dropped from the host tier to make room"),
+    Metric("host_watermark_blocks", "counter", "of these, in the background because of host.watermark"),
     Metric("host_lost_blocks", "counter", "evicted blocks that had no other copy"),
     Metric("host_corrupt_blocks", "counter", "blocks in host memory that failed their checksum; they are dropped"),
     Metric("host_chunks_moved", "counter", "chunks of the arena given to another tenant or block size"),
@@ -41,6 +45,7 @@ _ROWS = (
     Metric("gpu_used_bytes", "gauge", "slots in use in the gpu tier"),
     Metric("gpu_blocks", "gauge", "blocks with a copy in the gpu tier"),
     Metric("gpu_evicted_blocks", "counter", "copies dropped from the gpu tier to make room"),
+    Metric("gpu_watermark_blocks", "counter", "of these, in the background because of gpu_watermark"),
     Metric("gpu_corrupt_blocks", "counter", "blocks of the gpu tier that failed their checksum; they are dropped"),
     Metric("nvme_blocks", "gauge", "blocks with a copy on disk"),
     Metric("offloaded_blocks", "counter", "blocks written behind to disk"),
@@ -67,6 +72,16 @@ _ROWS = (
     Metric("table_evicted_blocks", "counter", "blocks on disk forgotten because max_blocks was reached"),
     Metric("nvme_reclaimed_blocks", "counter", "copies lost because their segment was recycled"),
     Metric("write_queue_bytes", "gauge", "bytes waiting to be written to disk"),
+    *(
+        Metric(f"{source}_to_{target}_moved_bytes", "counter", f"bytes copied from {source} to {target} by the daemon")
+        for source, target in _HOPS
+    ),
+    *(
+        Metric(
+            f"{source}_to_{target}_moving_ns", "counter", f"time in which copies from {source} to {target} were made"
+        )
+        for source, target in _HOPS
+    ),
     # What clients did
     Metric("lookups", "counter", "lookup requests"),
     Metric("lookup_blocks", "counter", "keys asked for in them"),

@@ -11,12 +11,14 @@ from typing import Protocol
 
 import numpy as np
 
+from kvtierd.core.clock import Clock
 from kvtierd.core.units import PAGE_BYTES
 from kvtierd.gpu.slot_pool import NO_SLOT, SlotClass, Slots
 from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME, TIERS, Tier
 from kvtierd.storage.interface import Extent
 from kvtierd.storage.layout import block_header_bytes
 from kvtierd.telemetry.metrics import METRICS
+from kvtierd.tiers.absences import Absences
 from kvtierd.tiers.blocks import GONE, PREFETCHED, READ_BACK, RESIDENT, Blocks, Rows
 from kvtierd.tiers.gpu_tier import GpuTier
 from kvtierd.tiers.host_tier import HostTier
@@ -42,11 +44,14 @@ class EventSink(Protocol):
 class Copies:
     """The blocks and their copies."""
 
-    def __init__(self, blocks: Blocks, host: HostTier, gpu: GpuTier | None, events: EventSink | None) -> None:
+    def __init__(
+        self, blocks: Blocks, host: HostTier, gpu: GpuTier | None, events: EventSink | None, clock: Clock
+    ) -> None:
         self.blocks = blocks
         self.host = host
         self.gpu = gpu
         self.events = events
+        self.absences = Absences(blocks.table.capacity, clock)
         self.namespaces = NamespaceTable()
         self.shapes = Shapes(blocks, host, self.namespaces)
         mine = [name for name, row in METRICS.items() if row.kind == "counter" and not name.startswith("server_")]
@@ -119,6 +124,7 @@ class Copies:
         """Drop the host copies that lie in these slots, to make room."""
         rows = self.host.pool.row[slots]
         self.counters["host_evicted_blocks"] += rows.size
+        self.absences.left(rows)
         lost = int((self.blocks.residency(rows) == TIER_HOST).sum())
         self.counters["host_lost_blocks"] += lost
         self.drop_host(cls, rows)

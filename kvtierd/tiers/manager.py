@@ -86,7 +86,7 @@ class TierManager:
         host = HostTier(settings.host, _policy_for(settings.host.capacity, model))
         slab = min(settings.host.chunk_bytes, device.capacity_bytes if device else 0)
         gpu = GpuTier(device, slab, _policy_for(device.capacity_bytes, model)) if device and slab else None
-        self.copies = Copies(Blocks(settings.max_blocks), host, gpu, events)
+        self.copies = Copies(Blocks(settings.max_blocks), host, gpu, events, clock)
         capacities = {"host": settings.host.capacity, "gpu": device.capacity_bytes if device else 0}
         self._demand = Demand(self.copies, capacities, settings.kv_cache_config.heat_half_life_s, clock, secret)
         self._room = Room(

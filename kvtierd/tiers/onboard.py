@@ -190,6 +190,7 @@ class Onboarder:
     def _start(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, slots: Slots) -> set[asyncio.Future[None]]:
         """Plan the jobs and start them. What they read from is settled and held now: they begin in a later turn."""
         self._copies.blocks.begin_move(rows)
+        self._copies.absences.back(rows)
         scattered = self._copies.shapes.scattered(rows)
         from_gpu = ((self._copies.blocks.residency(rows) & TIER_GPU) != 0) & ~scattered
         waits: set[asyncio.Future[None]] = set()
@@ -355,10 +356,12 @@ class Onboarder:
                 gpu.copy_in(gpu_cls, target, copies.host.view(host_cls, source))
 
         copied = False
+        self._speeds.gpu_in.begin()
         try:
             await self._workers.run(copy_all)
             copied = True
         finally:
+            self._speeds.gpu_in.end(copied * int(rows.size) * gpu_cls.slot_bytes)
             kept = copies.blocks.live(rows) & copied
             if kept.any():
                 gpu.set_sums(gpu_cls, slots[kept], copies.host.sums_of(host_cls, sources[kept]))

@@ -153,6 +153,7 @@ class Room:
                 continue
             rows = self.copies.keep_elsewhere(host.pool.row[host.victims(cls, for_sure)], "host")
             if rows.size:
+                self.copies.counters["host_watermark_blocks"] += rows.size
                 self._evict_host(cls, self.copies.blocks.table.host_slot[rows])
         for cls in gpu.pool.classes if gpu is not None else ():
             assert gpu is not None
@@ -161,6 +162,7 @@ class Room:
                 continue
             rows = self.copies.keep_elsewhere(gpu.pool.row[gpu.victims(cls, count)], "gpu")
             if rows.size:
+                self.copies.counters["gpu_watermark_blocks"] += rows.size
                 self.copies.counters["gpu_evicted_blocks"] += rows.size
                 self.copies.drop_gpu(cls, rows)
 

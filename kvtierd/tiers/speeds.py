@@ -35,6 +35,9 @@ class Hop:
         self._since_ns = 0
         self.moves = 0
         """Moves that ended, a count by which others see that the rate may have changed."""
+        self.moved_bytes = 0
+        self.busy_ns = 0
+        """Time in which at least one move was under way."""
 
     def begin(self) -> None:
         """A move starts."""
@@ -46,6 +49,9 @@ class Hop:
         """A move ends; bytes that did not arrive do not count."""
         now_ns = self._clock.now_ns()
         self._moving -= 1
+        self.moved_bytes += moved_bytes
+        if not self._moving or moved_bytes > 0:
+            self.busy_ns += now_ns - self._since_ns
         if moved_bytes > 0:
             self._meter.note(moved_bytes, now_ns - self._since_ns)
             self._since_ns = now_ns
@@ -63,10 +69,11 @@ class Hop:
 
 
 class Speeds:
-    """The hops of a read: nvme to host, gpu to host, and host to the client."""
+    """The hops of a read: nvme to host, gpu to host, and host to the client; and the one into gpu."""
 
     def __init__(self, clock: Clock) -> None:
         self.nvme, self.gpu, self.host = Hop(clock), Hop(clock), Hop(clock)
+        self.gpu_in = Hop(clock)
         self._cost_per_byte: Costs = np.full(1 + RESIDENT, np.inf)
         self._seen = -1
 
@@ -88,8 +95,14 @@ class Speeds:
         return found
 
     def stats(self) -> dict[str, int]:
-        """Rates by hop."""
+        """Rates by hop, and what went over those that no store counts."""
         return {
+            "gpu_to_host_moved_bytes": self.gpu.moved_bytes,
+            "gpu_to_host_moving_ns": self.gpu.busy_ns,
+            "host_to_gpu_moved_bytes": self.gpu_in.moved_bytes,
+            "host_to_gpu_moving_ns": self.gpu_in.busy_ns,
+            "host_to_client_moved_bytes": self.host.moved_bytes,
+            "host_to_client_moving_ns": self.host.busy_ns,
             "nvme_to_host_bytes_per_s": int(self.nvme.bytes_per_s),
             "gpu_to_host_bytes_per_s": int(self.gpu.bytes_per_s),
             "host_to_client_bytes_per_s": int(self.host.bytes_per_s),

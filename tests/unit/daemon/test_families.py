@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvtierd.daemon.families import BLOCK_STATES, REQUEST_SECONDS, collect, document, rows, sources
+from kvtierd.daemon.families import ABSENCE_SECONDS, BLOCK_STATES, REQUEST_SECONDS, collect, document, rows, sources
 from kvtierd.telemetry.prometheus import render
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -18,7 +18,11 @@ SAMPLE = re.compile(r'([a-z0-9_]+)(\{[a-z_]+="[^"]*"(,[a-z_]+="[^"]*")*\})? \S+'
 
 def _known() -> set[str]:
     names = {entry.family.full_name for entry in sources()} | {BLOCK_STATES.full_name}
-    return names | {f"{REQUEST_SECONDS.full_name}{tail}" for tail in ("_bucket", "_sum", "_count")}
+    return names | {
+        f"{family.full_name}{tail}"
+        for family in (REQUEST_SECONDS, ABSENCE_SECONDS)
+        for tail in ("_bucket", "_sum", "_count")
+    }
 
 
 def test_every_statistic_is_in_exactly_one_family() -> None:
@@ -103,3 +107,11 @@ def test_alert_rules_ask_for_metrics_that_exist_and_say_what_to_do() -> None:
 @pytest.mark.parametrize("name", ["grafana.json", "alerts.yaml"])
 def test_files_for_other_tools_are_part_of_the_package(name: str) -> None:
     assert (ROOT / "kvtierd" / "systemd" / name).is_file()
+
+
+def test_reasons_of_evictions_add_up_to_all_of_them() -> None:
+    text = render(collect({"host_evicted_blocks": 10, "host_watermark_blocks": 4}))
+    assert [line for line in text.splitlines() if line.startswith("kvtierd_evicted")] == [
+        'kvtierd_evicted_blocks_total{tier="host",reason="room"} 6',
+        'kvtierd_evicted_blocks_total{tier="host",reason="watermark"} 4',
+    ]
