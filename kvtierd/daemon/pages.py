@@ -15,7 +15,7 @@ from kvtierd.daemon.http import Asked, Handler, Page
 from kvtierd.daemon.requests import RequestLog
 from kvtierd.daemon.state import in_sections
 from kvtierd.telemetry.fields import plain
-from kvtierd.telemetry.prometheus import CONTENT_TYPE, Histogram, render
+from kvtierd.telemetry.prometheus import CONTENT_TYPE, Histogram, Labels, Value, render
 
 
 class Viewed(Protocol):
@@ -89,7 +89,7 @@ class Pages:
         census = await asyncio.to_thread(viewed.census)
         states = [({"tier": tier, "state": state}, count) for (tier, state), count in census.states().items()]
         seconds = [({"operation": name}, histogram) for name, histogram in viewed.requests.seconds.items()]
-        absences = [({}, viewed.absences())]
+        absences: list[tuple[Labels, Value]] = [({}, viewed.absences())]
         text = render(
             [*collect(viewed.state()), (BLOCK_STATES, states), (REQUEST_SECONDS, seconds), (ABSENCE_SECONDS, absences)]
         )
