@@ -20,6 +20,8 @@ from kvtierd.gpu.host_kernels.attention_vectors import LANES
 
 PIECE_NS = 5_000_000
 """How long a piece of work may take before somebody is asked whether it is still wanted (DESIGN §4)."""
+_AIM_NS = 4_000_000
+"""What is planned for a piece, because some take longer than those before."""
 ROWS_AT_ONCE = 256
 """Query rows of a KV head in one pass over the blocks. With more, arithmetic takes so much longer than reading that
 reading again costs nothing, and what is carried fits the second-level cache."""
@@ -88,12 +90,12 @@ class HostAttention:
         return HostPartial(query)
 
     def pieces(self, query: Query, blocks: Blocks) -> Iterator[tuple[int, int]]:
-        """Ranges of blocks, in order, each of about `PIECE_NS` as measured so far; at least one chunk of work each."""
+        """Ranges of blocks, in order, each within `PIECE_NS` as measured so far; at least one chunk of work each."""
         bounds = _chunk_bounds(query, blocks)
         work = _work_a_token(query) * np.concatenate([[0], np.cumsum(blocks.tokens, dtype=np.int64)])
         at = 0
         while at < bounds.size - 1:
-            limit = work[bounds[at]] + PIECE_NS / self._unit_ns
+            limit = work[bounds[at]] + _AIM_NS / self._unit_ns
             after = int(np.searchsorted(work[bounds], limit, side="right")) - 1
             after = min(max(after, at + 1), at + _chunks_at_once(query))
             yield int(bounds[at]), int(bounds[after])
