@@ -211,8 +211,8 @@ def collect(stats: Mapping[str, Any]) -> Iterator[tuple[Family, list[tuple[Label
         for name, labels in entry.labels.items():
             if (value := stats.get(name)) is None:
                 continue
-            if entry.texts and not value:
-                continue
+            if (entry.texts and not value) or (not entry.texts and isinstance(value, str)):
+                continue  # nothing to say, or a number that is not known yet
             if entry.texts:
                 found.append(({**labels, "value": str(value)}, 1))
             else:

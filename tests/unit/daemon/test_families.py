@@ -65,6 +65,7 @@ def test_text_of_a_scrape_is_well_formed() -> None:
 
 def test_statistics_that_are_not_there_make_no_samples() -> None:
     assert render(collect({})) == "\n"
+    assert render(collect({"leases": "unknown", "memory_error": ""})) == "\n"
     assert render(collect({"leases": 3})).splitlines()[2:] == ['kvtierd_leases{kind="read"} 3']
 
 
