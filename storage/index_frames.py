@@ -138,7 +138,7 @@ def decode_file(data: bytes, uuid: bytes, file: int) -> Contents:
             spaces.update(_spaces(body, count))
         elif kind == FrameKind.END:
             blocks, found.lifetime_bytes = END.unpack(body)
-            found.ended = blocks == sum(map(len, rows[FrameKind.BLOCKS]))
+            found.ended = blocks == sum(map(len, rows[FrameKind.BLOCKS]))  # means nothing in a journal
         else:
             rows[FrameKind(kind)].append(np.frombuffer(body, ROW_DTYPES[FrameKind(kind)], count))
         found.valid_bytes = end

@@ -18,6 +18,7 @@ from kvtierd.storage.index_frames import HEAD_DTYPE, FrameKind, FrameWriter, Row
 from kvtierd.storage.index_load import Loaded, load_index
 from kvtierd.storage.layout import INDEX_FILES, index_name, index_number
 from kvtierd.storage.metadata import MetadataFiles
+from kvtierd.storage.stats import written_bytes
 
 JOURNAL_BYTES_MIN = 64 * KIB
 """Journals are worth a checkpoint when they are larger than this and than the last checkpoint: so the bytes of all
@@ -94,8 +95,10 @@ class IndexLog:
             await self._next_journal()
         assert self._writer is not None
         name = index_name("journal", self._last)
-        data = b"".join(encode_facts(facts, self._writer))
-        if data:
+        frames = encode_facts(facts, self._writer)
+        if frames:
+            frames.append(self._writer.end(0, self._lifetime_bytes + written_bytes(self._counters)))
+            data = b"".join(frames)
             await self._files.append(name, data)
             self._sizes[name] = self._sizes.get(name, 0) + len(data)
             self._counters["journal_bytes"] += len(data)
@@ -108,14 +111,12 @@ class IndexLog:
         self._writer = FrameWriter(self._uuid, number)
         self._sizes[index_name("journal", number)] = 0
 
-    async def checkpoint(
-        self, generations: Mapping[int, int], written_bytes: int, is_covered: Callable[[], bool]
-    ) -> None:
+    async def checkpoint(self, generations: Mapping[int, int], is_covered: Callable[[], bool]) -> None:
         """Merge all that is in the index now into a checkpoint. Raises OSError.
 
-        `generations` is the present life of each segment by id; `written_bytes` what was written since the opening;
-        `is_covered` says whether every record that a kill may be about lies before the heads in the index. If not,
-        kills are kept: a scan after a crash may meet their victims.
+        `generations` is the present life of each segment by id; `is_covered` says whether every record that a kill may
+        be about lies before the heads in the index. If not, kills are kept: a scan after a crash may meet their
+        victims.
         """
         async with self._turn:
             keep_kills = not is_covered()
@@ -125,7 +126,7 @@ class IndexLog:
         loaded = await load_index(self._files, self._uuid, below=number)
         if not loaded.usable:
             raise OSError(0, "; ".join(loaded.notes) or "the index cannot be read")
-        lifetime = self._lifetime_bytes + written_bytes
+        lifetime = self._lifetime_bytes + written_bytes(self._counters)
         writer = FrameWriter(self._uuid, number)
         merged = await asyncio.to_thread(_merged, loaded.facts, generations, keep_kills=keep_kills)
         parts = await asyncio.to_thread(_checkpoint_frames, merged, writer, lifetime)

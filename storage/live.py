@@ -10,6 +10,7 @@ from collections import Counter
 from kvtierd.core.errors import StorageError
 from kvtierd.core.namespace import Namespace
 from kvtierd.core.units import PAGE_BYTES
+from kvtierd.storage.endurance import Endurance
 from kvtierd.storage.facts import Facts, Head
 from kvtierd.storage.flusher import Flusher
 from kvtierd.storage.health import Health
@@ -19,8 +20,8 @@ from kvtierd.storage.pool import IoPool
 from kvtierd.storage.read_path import ReadPath
 from kvtierd.storage.rewriting import Rewriter
 from kvtierd.storage.ring import Reclaimed
+from kvtierd.storage.scrub import Scrubber
 from kvtierd.storage.space import INDEX_BYTES_PLANNED
-from kvtierd.storage.stats import written_bytes
 from kvtierd.storage.syncer import Syncer
 from kvtierd.storage.write_path import WritePath
 
@@ -54,10 +55,13 @@ class Live:
         ring.metadata_bytes = lambda: max(0, opened.index.size_bytes - INDEX_BYTES_PLANNED)
         self._emptying: asyncio.Task[None] | None = None
 
-    def watch(self, health: Health) -> None:
-        """Tell it how the disk does."""
+    def watch(self, health: Health, scrubber: Scrubber, endurance: Endurance) -> None:
+        """Tell these how the disk does, and let them work."""
         self.health = health
+        self.endurance = endurance
+        self._scrubber = scrubber
         health.start()
+        scrubber.start()
 
     async def _sync(self) -> None:
         try:
@@ -72,7 +76,7 @@ class Live:
         """Nothing depends on a checkpoint but how fast the next start is: a failed one is counted and tried later."""
         generations = {segment.number: segment.life.generation for segment in self.ring if segment.life is not None}
         try:
-            await self.index.checkpoint(generations, written_bytes(self._counters), self._syncer.is_covered)
+            await self.index.checkpoint(generations, self._syncer.is_covered)
         except OSError as error:
             self._counters["failed_checkpoints"] += 1
             _log.warning("nvme checkpoint: %s; it will be tried again", error.strerror or error)
@@ -110,6 +114,7 @@ class Live:
     async def end(self) -> None:
         """Flush, wait for what is in flight, close the files."""
         await self.health.close()
+        await self._scrubber.close()
         try:
             await self.flusher.flush()
             await self._finish_index()

@@ -31,6 +31,10 @@ COUNTERS = {
     "checkpoints": "checkpoints made",
     "failed_journals": "appends to the journal that failed",
     "failed_checkpoints": "checkpoints that could not be made",
+    "scrubbed_bytes": "bytes read and verified in the background",
+    "scrub_passes": "times that the scrub has gone round",
+    "scrub_corrupt": "damaged blocks that the scrub found and dropped",
+    "scrub_unreadable": "blocks that the disk did not give to the scrub",
     "syncs": "rounds of making everything durable",
     "failed_syncs": "segments whose sync failed",
     "lost_in_sync": "blocks forgotten because a sync failed",
@@ -46,6 +50,10 @@ GAUGES = {
     "segment_bytes": "size of new segments",
     "reclaimed_segments": "segments recycled since the store was opened",
     "owed_tombstones": "kills that wait for a disk that takes them",
+    "lifetime_written_bytes": "bytes that the store has written since it was made",
+    "written_bytes_a_day": "bytes a day at the rate since the store was opened",
+    "rated_endurance_bytes": "nvme.rated_endurance; 0 is not known",
+    "projected_life_days": "days until the rated endurance is written at this rate, or unknown",
     "mode": "how bytes reach the disk",
     "state": "ok, or why stores are not taken: the disk is full, fails, is read-only or gone",
 }
@@ -64,9 +72,12 @@ def written_bytes(counters: Counter[str]) -> int:
     return sum(counters[name] for name in WRITTEN)
 
 
-def collect(counters: Counter[str], ring: Ring, owed: int, mode: IoMode, cause: str) -> dict[str, int | str]:
+def collect(
+    counters: Counter[str], ring: Ring, owed: int, mode: IoMode, cause: str, wear: dict[str, int | str]
+) -> dict[str, int | str]:
     """All statistics by name."""
     return {
+        **wear,
         **{name: counters[name] for name in COUNTERS},
         "capacity_bytes": ring.plan.capacity_bytes,
         "used_bytes": ring.used_bytes(),

@@ -21,6 +21,7 @@ from kvtierd.core.namespace import Namespace
 from kvtierd.core.progress import Progress
 from kvtierd.storage import superblock
 from kvtierd.storage.directory import DirectoryLock, prepare
+from kvtierd.storage.endurance import Endurance
 from kvtierd.storage.health import Health
 from kvtierd.storage.interface import DiskError, Extent, Extents, IoMode, ReadItem, Recovered, WriteItem
 from kvtierd.storage.io import StorageIo
@@ -31,6 +32,7 @@ from kvtierd.storage.opening import open_store
 from kvtierd.storage.pool import IoPool
 from kvtierd.storage.rewriting import Heats, Moved
 from kvtierd.storage.ring import Reclaimed
+from kvtierd.storage.scrub import Scrubber
 from kvtierd.storage.stats import collect
 from kvtierd.storage.uninterrupted import uninterrupted
 
@@ -103,7 +105,10 @@ class SegmentStore:
         recovered.notes[:0] = self._io.notes
         self._live = Live(opened, pool, self._namespaces, self._counters, self._announce)
         health = Health(self._directory, self._files, opened.ring.try_disk, self._clock, self._counters)
-        self._live.watch(health)
+        scrubber = Scrubber(opened.ring, pool, self._live.writes, self._counters, self._settings.scrub_rate)
+        before = opened.index.lifetime_bytes
+        wear = Endurance(self._counters, self._settings.rated_endurance, before, self._clock.now_ns())
+        self._live.watch(health, scrubber, wear)
         if self._rewriting is not None:
             self._live.rewriter.heats, self._live.rewriter.moved = self._rewriting
         return recovered
@@ -206,7 +211,8 @@ class SegmentStore:
     def stats(self) -> dict[str, int | str]:
         """Statistics by name; see kvtierd.storage.stats."""
         live = self._opened()
-        return collect(self._counters, live.ring, live.writes.owed, self.mode, live.health.cause)
+        wear = live.endurance.stats(self._clock.now_ns())
+        return collect(self._counters, live.ring, live.writes.owed, self.mode, live.health.cause, wear)
 
     def _announce(self, told: list[tuple[int, Extent]]) -> None:
         self._tell(told)

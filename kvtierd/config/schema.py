@@ -101,6 +101,11 @@ class Nvme(_Section, frozen=True, kw_only=True):
     """KvikIO cuts larger transfers into tasks of this size; it has `io_threads` threads of its own."""
     write_queue_bytes: Annotated[int, Meta(ge=MIB, le=1 << 50, extra=_BYTES)] = 512 * MIB
     """Most bytes waiting for write-behind; beyond it new blocks stay in host only and are counted as dropped."""
+    scrub_rate: Size = 8 * MIB
+    """Bytes a second of stored blocks that are read and verified in the background, behind every request; 0 is none."""
+    rated_endurance: Size = 0
+    """Bytes that the device may be written in its life (TBW of its data sheet); 0 is not known. With it the projected
+    life is reported."""
     admission: Literal["all", "second-access", "budgeted"] = "all"
     """Which prefixes are written: `all` when they are stored, `second-access` when they are used again, `budgeted` all
     while half of what `daily_write_budget` lets save up is left, and those that are used again otherwise. What is not
