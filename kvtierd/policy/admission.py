@@ -98,8 +98,12 @@ class Budgeted:
         self.refused_blocks += places.size - granted
         return wanted if granted == places.size else int(places[granted])
 
+    def charge(self, written_bytes: int) -> None:
+        """Something else was written, and counts: nothing is admitted until that is made up for."""
+        self._level -= written_bytes
+
     def level_bytes(self, now_ns: int) -> float:
-        """What may be written now."""
+        """What may be written now; below 0 where more was charged than there was."""
         self._level = min(self._full, self._level + max(0, now_ns - self._filled_ns) * self._bytes_per_ns)
         self._filled_ns = max(self._filled_ns, now_ns)
         return self._level

@@ -165,7 +165,7 @@ def _access(
 
 
 class GhostHits:
-    """Estimates for one tier of `capacity` units, from at most `samples` blocks (72 bytes each).
+    """Estimates for one tier of `capacity` units, from at most `samples` blocks (64 bytes each).
 
     A unit is what the caller takes it for, as long as blocks are counted in the same: a block, or bytes of one.
     Raises ValueError for a capacity below 1 or fewer than 8 samples.

@@ -343,6 +343,8 @@ class TierManager:
         """The store has written blocks again elsewhere; those that still are where they were go along."""
         table = self.copies.blocks.table
         kept = []
+        if self._offload is not None:
+            self._offload.rewritten(sum(new.length for _, _, new in told))
         for row, old, new in told:
             same = table.segment[row] == old.segment and table.extent_page[row] == old.offset // PAGE_BYTES
             if same:

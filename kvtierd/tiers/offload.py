@@ -71,9 +71,14 @@ class Offload:
         table = self._copies.blocks.table
         return not (table.flags[row] & TIER_NVME or table.marks[row] & OFFLOADING)
 
+    def rewritten(self, written_bytes: int) -> None:
+        """The store wrote hot blocks again when it recycled a segment: that wears the disk as any other write."""
+        if self._budget is not None:
+            self._budget.charge(written_bytes)
+
     def level_bytes(self) -> int:
         """What the daily budget allows to be written now; 0 without a budget."""
-        return int(self._budget.level_bytes(self._clock.now_ns())) if self._budget else 0
+        return max(0, int(self._budget.level_bytes(self._clock.now_ns()))) if self._budget else 0
 
     def _disk_refused(self) -> bool:
         return self._clock.now_ns() < self._write_behind.failed_ns + AFTER_FAILURE_NS

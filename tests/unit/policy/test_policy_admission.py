@@ -93,6 +93,15 @@ def test_where_the_budget_is_short_only_what_is_used_again_is_written():
     assert admit(budget, "++") == 2
 
 
+def test_what_else_is_written_has_to_be_made_up_for():
+    budget = Budgeted(AdmitAll(), bytes_per_day=100 * 4096, now_ns=0, burst=0.5)
+    budget.charge(60 * 4096)
+    assert admit(budget, "-") == 0
+    assert admit(budget, "-", "+") == 1
+    assert admit(budget, "-", now_ns=DAY_NS // 5) == 0
+    assert admit(budget, "-", now_ns=DAY_NS // 4) == 1
+
+
 def test_time_that_stands_still_or_goes_back_brings_nothing():
     budget = Budgeted(AdmitAll(), bytes_per_day=100 * 4096, now_ns=DAY_NS, burst=0.1)
     assert admit(budget, "-" * 10, now_ns=DAY_NS) == 10

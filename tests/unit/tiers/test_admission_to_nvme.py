@@ -154,6 +154,21 @@ def test_case_29_no_24_hours_write_more_than_the_daily_budget(admission):
     run(scenario, admission=admission, daily_write_budget=budget)
 
 
+def test_case_29_what_the_store_writes_again_counts_against_the_budget():
+    async def scenario(rig, session, ns):
+        keys = make_keys(4)
+        await rig.store(session, ns, keys)
+        await flush(rig, session)
+        before = count(rig, "write_budget_bytes")
+        rows = rig.manager.copies.blocks.find(keys, 0)
+        entry = rig.manager.copies.namespaces[0]
+        old = rig.manager.copies.extent(int(rows[0]), entry)
+        assert rig.manager._moved([(int(rows[0]), old, type(old)(0, 1 << 20, old.length))]) == [True]
+        assert count(rig, "write_budget_bytes") == before - old.length
+
+    run(scenario, daily_write_budget=400 * BLOCK)
+
+
 def test_a_prefix_over_the_budget_is_left_out_whole_and_is_still_served():
     async def scenario(rig, session, ns):
         first, second = make_keys(7), make_keys(7, start=2)
