@@ -32,5 +32,5 @@ class Endurance:
             "lifetime_written_bytes": total,
             "written_bytes_a_day": daily,
             "rated_endurance_bytes": self._rated_bytes,
-            "projected_life_days": str(left // daily) if self._rated_bytes and daily else "unknown",
+            "projected_life_days": left // daily if self._rated_bytes and daily else "unknown",
         }

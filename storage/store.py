@@ -93,6 +93,7 @@ class SegmentStore:
         self._lock.release()
 
     async def _start(self) -> Recovered:
+        begun_ns = self._clock.now_ns()
         pool = IoPool(self._settings.io_threads, self.progress)
         try:
             opened = await open_store(self._settings, self._directory, self._io, self._files, pool, self._counters)
@@ -111,7 +112,15 @@ class SegmentStore:
         self._live.watch(health, scrubber, wear)
         if self._rewriting is not None:
             self._live.rewriter.heats, self._live.rewriter.moved = self._rewriting
+        self._tell_recovery(recovered, self._clock.now_ns() - begun_ns)
         return recovered
+
+    def _tell_recovery(self, recovered: Recovered, taken_ns: int) -> None:
+        self._counters["recovery_ns"] = taken_ns
+        for note in recovered.notes:
+            _log.warning("nvme recovery: %s", note)
+        count, source = len(recovered.extents), recovered.source
+        _log.info("nvme recovery: %d blocks in %.3f s (%s)", count, taken_ns / 1e9, source)
 
     def adopt(self, extents: Extents, tags: npt.NDArray[np.int64]) -> None:
         """Set the caller's numbers ([n] int64) of recovered extents; one that is gone meanwhile is passed over."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
 
 from kvtierd.storage.interface import DiskError, Extent
 from kvtierd.storage.journaling import Journaling
@@ -48,7 +48,7 @@ class Syncer:
         await self._writes.settle()
         await self._writes.strike_out()
         is_still = not any(segment.open_runs for segment in self._ring)
-        outcomes = await asyncio.gather(*map(self._sync_segment, list(self._ring)), return_exceptions=True)
+        outcomes = await asyncio.gather(*self._segment_syncs(), return_exceptions=True)
         self._counters["syncs"] += 1
         await self._journal()
         for outcome in outcomes:
@@ -70,12 +70,17 @@ class Syncer:
                     raise DiskError(f"cannot write the journal: {error.strerror or error}") from error
         return None
 
-    async def _sync_segment(self, segment: Segment) -> None:
-        head = segment.settled_head
-        sealed = segment is not self._ring.active and not segment.open_runs
-        if not segment.unsynced.dirty:
-            self._journaling.note_head(segment, head, sealed=sealed)
-            return
+    def _segment_syncs(self) -> Iterator[Coroutine[None, None, None]]:
+        """Syncs of what was written to; what was not may have been sealed since."""
+        for segment in list(self._ring):
+            head = segment.settled_head
+            sealed = segment is not self._ring.active and not segment.open_runs
+            if segment.unsynced.dirty:
+                yield self._sync_segment(segment, head, sealed=sealed)
+            else:
+                self._journaling.note_head(segment, head, sealed=sealed)
+
+    async def _sync_segment(self, segment: Segment, head: int, *, sealed: bool) -> None:
         unsynced = segment.take_unsynced()
         segment.pin()
         try:

@@ -360,3 +360,57 @@ def test_many_deletes_share_tombstones(folder: Path) -> None:
             assert len(found.extents) == 0
 
     run(check)
+
+
+async def with_a_tombstone(folder: Path) -> tuple[Path, int]:
+    """Five blocks, the second deleted; the segment's file and where the tombstone lies."""
+    async with opened(folder, **TINY) as (store, _):
+        extents = await put(store, *map(known, range(COUNT)))
+        await store.delete([(known(1).digest, known(1).key, extents[1])])
+    (path,) = folder.glob("segment-*")
+    return path, FIRST + COUNT * RECORD
+
+
+@pytest.mark.parametrize("byte", [*range(0, 264, 8), 4095])
+def test_deleted_block_stays_deleted_though_its_tombstone_is_damaged(folder: Path, byte: int) -> None:
+    """The index is a second witness of every delete."""
+
+    async def check() -> None:
+        path, at = await with_a_tombstone(folder)
+        flip(path, at + byte)
+        assert (await served(folder))[0] == {0, 2, 3, 4}
+
+    run(check)
+
+
+@pytest.mark.parametrize("copy", [0, 1])
+def test_deleted_block_stays_deleted_by_a_scan_though_a_segment_header_is_lost(folder: Path, copy: int) -> None:
+    """A lost header would have taken its segment's tombstones with it; there are two."""
+
+    async def check() -> None:
+        async with opened(folder, **TINY) as (store, _):
+            extents = await put(store, *map(known, range(8)))
+            assert extents[-1].segment != extents[0].segment
+            await store.delete([(known(1).digest, known(1).key, extents[1])])
+        path = folder / f"segment-{extents[-1].segment:06d}"
+        with path.open("r+b") as file:
+            file.seek(copy * (path.stat().st_size - 4096))
+            file.write(bytes(4096))
+        forget_index(folder)
+        async with opened(folder, **TINY) as (_, found):
+            assert {key.tobytes() for key in found.keys} == {known(n).key for n in (0, 2, 3, 4, 5, 6, 7)}
+
+    run(check)
+
+
+def test_deletes_in_a_journal_count_though_no_checkpoint_is_whole(folder: Path) -> None:
+    """And the tombstone is damaged too: then the journal alone knows."""
+
+    async def check() -> None:
+        path, at = await with_a_tombstone(folder)
+        for checkpoint in folder.glob("checkpoint-*"):
+            flip(checkpoint, 20)
+        flip(path, at + 9)
+        assert (await served(folder))[0] == {0, 2, 3, 4}
+
+    run(check)
