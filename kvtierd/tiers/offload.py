@@ -24,7 +24,7 @@ from kvtierd.tiers.write_behind import WriteBehind
 SEEN_MAX = 1 << 22
 """Keys that are remembered after their blocks are gone, 4 bytes each: a store of one of them is a second use."""
 AFTER_FAILURE_NS = 10_000_000_000
-"""How long reads offer nothing to a disk that refused a block; stores always do."""
+"""How long nothing old is offered again to a disk that refused a block; new prefixes always are."""
 
 
 class Offload:
@@ -56,7 +56,9 @@ class Offload:
         if self._seen is not None:
             seen = self._seen.add(self._copies.blocks.ids(fresh))
             self._copies.blocks.mark_as(fresh[seen], RETURNED)
-        self._offer(entry, cls, chain[: leading(chain >= 0)], open_end=open_end)
+        prefix = chain[: leading(chain >= 0)]
+        behind_refused = self._disk_refused() and self._lacks_older(prefix, fresh)
+        self._offer(entry, cls, prefix, open_end=open_end or behind_refused)
 
     def read(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, *, open_end: bool) -> None:
         """A prefix was read, all of which is in host."""
@@ -82,6 +84,11 @@ class Offload:
 
     def _disk_refused(self) -> bool:
         return self._clock.now_ns() < self._write_behind.failed_ns + AFTER_FAILURE_NS
+
+    def _lacks_older(self, rows: Rows, fresh: Rows) -> bool:
+        """Whether blocks of a prefix that are not these fresh ones should be on nvme and are not."""
+        there, run = self._there(rows)
+        return not np.isin(rows[:run][~there[:run]], fresh).all()
 
     def _offer(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, *, open_end: bool) -> None:
         there, run = self._there(rows)

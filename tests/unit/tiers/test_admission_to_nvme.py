@@ -241,6 +241,28 @@ def test_a_block_that_the_disk_refused_is_offered_again_later_and_not_at_every_r
     run(scenario, store=store)
 
 
+def test_behind_a_block_that_the_disk_refused_nothing_is_written_for_a_while():
+    store = MemoryStore()
+
+    async def scenario(rig, session, ns):
+        keys = make_keys(6)
+        store.fail_writes = 2
+        await rig.store(session, ns, keys[:4])
+        await flush(rig, session)
+        await rig.store(session, ns, keys)
+        await flush(rig, session)
+        assert on_disk(rig, keys) == [False, False, True, True, False, False]
+        assert await rig.store(session, ns, make_keys(2, start=3)) == 2
+        await flush(rig, session)
+        assert on_disk(rig, make_keys(2, start=3)) == [True] * 2, "a new prefix tries the disk"
+        rig.clock.advance(11)
+        await read(rig, session, ns, keys)
+        await flush(rig, session)
+        assert on_disk(rig, keys) == [True] * 6
+
+    run(scenario, store=store)
+
+
 def test_case_29_copies_that_went_unread_are_counted():
     store = MemoryStore()
 
