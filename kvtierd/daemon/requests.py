@@ -9,25 +9,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvtierd.core.clock import Clock
-from kvtierd.protocol.messages import AnyReply, AnyRequest, Commit, Lookup, LookupReply
+from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME, AnyReply, AnyRequest, Commit, Lookup, LookupReply
 from kvtierd.protocol.service import Session
 from kvtierd.telemetry.prometheus import Histogram
+from kvtierd.tiers.blocks import RESIDENT
 from kvtierd.tiers.copies import EventSink
-from kvtierd.tiers.sessions import namespace_of, state_of
+from kvtierd.tiers.sessions import state_of
 
 BOUNDS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 SLOW_ENTRIES = 512
 WATCHED_ENTRIES = 8192
 WATCHER_PATIENCE_NS = 10_000_000_000
 """Entries are kept for a watcher that asked within this time; without one nothing is recorded."""
-WATCH_PAGE_ENTRIES = 256
-"""Most entries of one answer: more than a terminal shows between two questions, and little enough to put into words."""
+WATCHED_BETWEEN = 512
+"""Most entries kept between two questions of a watcher, more than a terminal shows meanwhile; the rest is counted."""
 KEY_DIGITS = 16
 _KEY_BYTES = 32
 
-# The fastest tier of a residency mask is its lowest bit (gpu 1, host 2, nvme 4).
-_FASTEST = bytes(mask & -mask for mask in range(256))
-_TIER_OF_BIT = {1: "gpu", 2: "host", 4: "nvme"}
+_TIERS = {"gpu": TIER_GPU, "host": TIER_HOST, "nvme": TIER_NVME}
+assert TIER_GPU < TIER_HOST < TIER_NVME, "the lowest bit of a residency mask is its fastest tier"
 
 Entry = dict[str, Any]
 Frames = Sequence[memoryview]
@@ -40,23 +40,24 @@ class Ring(Generic[T]):
     """The last entries, numbered from the first one ever, so that a reader sees how many it missed."""
 
     def __init__(self, limit: int) -> None:
-        self._entries: collections.deque[T] = collections.deque(maxlen=limit)
+        self._entries: collections.deque[tuple[int, T]] = collections.deque(maxlen=limit)
         self.next = 0
 
     def add(self, entry: T) -> None:
         """Append; the oldest goes when the ring is full."""
-        self._entries.append(entry)
+        self._entries.append((self.next, entry))
+        self.next += 1
+
+    def skip(self) -> None:
+        """Count an entry that is not kept."""
         self.next += 1
 
     def since(self, number: int, limit: int) -> tuple[list[T], int, int]:
-        """Entries from `number` on: (entries, number to ask for next, how many are gone). Too many: the newest."""
-        first = self.next - len(self._entries)
-        begin = max(number, first, self.next - limit)
-        if begin >= self.next:
-            return [], self.next, 0
+        """Entries from `number` on, the newest ones: (entries, number to ask for next, how many are not among them)."""
         # From the end: a deque is slow to index in its middle, and a reader wants the newest.
-        newest = itertools.islice(reversed(self._entries), self.next - begin)
-        return list(newest)[::-1], self.next, begin - max(0, number)
+        recent = itertools.takewhile(lambda item: item[0] >= number, reversed(self._entries))
+        found = [entry for _, entry in itertools.islice(recent, limit)][::-1]
+        return found, self.next, max(0, self.next - max(0, number) - len(found))
 
 
 class Noted(NamedTuple):
@@ -80,15 +81,17 @@ class RequestLog:
         self.slow_ms = slow_ms
         self.slow: Ring[Happened] = Ring(SLOW_ENTRIES)
         self.watched: Ring[Happened] = Ring(WATCHED_ENTRIES)
-        self._clock = clock
+        self._now_ns = clock.now_ns
         self._seconds: dict[type, Histogram] = {}
         self._asked_tokens = 0
-        self._hit_tokens = dict.fromkeys(_TIER_OF_BIT.values(), 0)
+        self._hit_tokens = [0] * (RESIDENT + 1)
+        """By residency mask."""
         self._watching_until_ns = -1
+        self._room = 0
 
     def __call__(self, session: Session, request: AnyRequest, frames: Frames, begin_ns: int, outcome: Outcome) -> None:
-        """Take note of one request."""
-        now_ns = self._clock.now_ns()
+        """Take note of one request. This is on the way of every one: a microsecond here is a microsecond for all."""
+        now_ns = self._now_ns()
         duration_ns = now_ns - begin_ns
         kind = type(request)
         histogram = self._seconds.get(kind)
@@ -97,14 +100,14 @@ class RequestLog:
         histogram.add(duration_ns)
         if type(outcome) is LookupReply:
             self._found(session, request, frames, outcome)  # type: ignore[arg-type]
-        is_slow = duration_ns >= self.slow_ms * 1_000_000
-        if is_slow or now_ns < self._watching_until_ns:
-            blocks = frames[0].nbytes // _KEY_BYTES if frames and kind is not Commit else 0
-            noted = Noted(now_ns, duration_ns, session, request, blocks, outcome)
-            if is_slow:
-                self.slow.add(noted)
-            if now_ns < self._watching_until_ns:
-                self.watched.add(noted)
+        if duration_ns >= self.slow_ms * 1_000_000:
+            self.slow.add(_noted(now_ns, duration_ns, session, request, frames, outcome))
+        if now_ns < self._watching_until_ns:
+            if self._room > 0:
+                self._room -= 1
+                self.watched.add(_noted(now_ns, duration_ns, session, request, frames, outcome))
+            else:
+                self.watched.skip()
 
     @property
     def seconds(self) -> dict[str, Histogram]:
@@ -117,39 +120,57 @@ class RequestLog:
 
     def watch(self, number: int) -> tuple[list[Entry], int, int]:
         """What happened since `number` (-1: from now on), and have it recorded for a while."""
-        self._watching_until_ns = self._clock.now_ns() + WATCHER_PATIENCE_NS
-        return self._read(self.watched, self.watched.next if number < 0 else number, WATCH_PAGE_ENTRIES)
+        self._watching_until_ns = self._now_ns() + WATCHER_PATIENCE_NS
+        self._room = WATCHED_BETWEEN
+        return self._read(self.watched, self.watched.next if number < 0 else number, WATCHED_ENTRIES)
 
     def _read(self, ring: Ring[Happened], number: int, limit: int) -> tuple[list[Entry], int, int]:
         entries, following, skipped = ring.since(number, limit)
-        now_ns, now = self._clock.now_ns(), dt.datetime.now(dt.UTC)
+        now_ns, now = self._now_ns(), dt.datetime.now(dt.UTC)
         return [_in_words(entry, now_ns, now) for entry in entries], following, skipped
+
+    def note(self, entry: Entry) -> None:
+        """Have a watcher see something that is no request."""
+        if self._room > 0:
+            self._room -= 1
+            self.watched.add(entry)
+        else:
+            self.watched.skip()
 
     @property
     def is_watched(self) -> bool:
         """Whether somebody wants to know what happens."""
-        return self._clock.now_ns() < self._watching_until_ns
+        return self._now_ns() < self._watching_until_ns
 
     def statistics(self) -> Mapping[str, int]:
         """Tokens looked up and found, by name (rows of kvtierd.telemetry.metrics)."""
         return {
             "lookup_tokens": self._asked_tokens,
-            **{f"hit_{tier}_tokens": count for tier, count in self._hit_tokens.items()},
+            **{f"hit_{tier}_tokens": self._hits(bit) for tier, bit in _TIERS.items()},
         }
 
+    def _hits(self, bit: int) -> int:
+        """Tokens whose fastest copy is in the tier of this bit: no faster tier's bit is in their mask."""
+        return sum(count for mask, count in enumerate(self._hit_tokens) if mask & bit and not mask & (bit - 1))
+
     def _found(self, session: Session, request: Lookup, frames: Frames, reply: LookupReply) -> None:
-        tokens = namespace_of(session, request.namespaces[0]).geometry.block_size
+        tokens = session.state.namespaces[request.namespaces[0] - 1].namespace.geometry.block_size
         self._asked_tokens += frames[0].nbytes // _KEY_BYTES * tokens
-        if not reply.hit:
+        tiers, hit = reply.tiers, reply.hit
+        if not hit:
             return
-        fastest = reply.tiers.translate(_FASTEST)
-        left = reply.hit
-        for bit, tier in _TIER_OF_BIT.items():
-            if count := fastest.count(bit):
-                self._hit_tokens[tier] += count * tokens
-                left -= count
-                if not left:
-                    return
+        if tiers.count(tiers[0]) == hit:  # nearly always all blocks of a prefix have the same residency
+            self._hit_tokens[tiers[0]] += hit * tokens
+            return
+        for mask in range(1, RESIDENT + 1):
+            self._hit_tokens[mask] += tiers.count(mask) * tokens
+
+
+def _noted(
+    now_ns: int, duration_ns: int, session: Session, request: AnyRequest, frames: Frames, outcome: Outcome
+) -> Noted:
+    blocks = frames[0].nbytes // _KEY_BYTES if frames and type(request) is not Commit else 0
+    return Noted(now_ns, duration_ns, session, request, blocks, outcome)
 
 
 class WatchedEvents:
@@ -175,7 +196,7 @@ class WatchedEvents:
         first = keys[0].hex()[:KEY_DIGITS] if keys else ""
         time = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
         entry = {"time": time, "what": what, "tier": medium, "blocks": len(keys), "first_key": first}
-        self._requests.watched.add(entry)
+        self._requests.note(entry)
 
 
 def _in_words(entry: Happened, now_ns: int, now: dt.datetime) -> Entry:

@@ -7,7 +7,7 @@ import pytest
 from kvtierd.core.clock import ManualClock
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.namespace import Namespace
-from kvtierd.daemon.requests import WATCHED_ENTRIES, WATCHER_PATIENCE_NS, RequestLog, Ring, WatchedEvents
+from kvtierd.daemon.requests import WATCHED_BETWEEN, WATCHER_PATIENCE_NS, RequestLog, Ring, WatchedEvents
 from kvtierd.protocol.messages import Flush, Get, Lookup, LookupReply, OkReply
 from kvtierd.protocol.service import Session
 from kvtierd.tiers.namespaces import NamespaceTable
@@ -115,9 +115,23 @@ def test_nothing_is_recorded_unless_somebody_watches(log: RequestLog, clock: Man
     assert sink.passed == 6
 
 
-def test_watcher_that_is_too_slow_learns_what_it_missed(log: RequestLog, clock: ManualClock, session: Session) -> None:
+def test_watcher_learns_what_was_not_kept_for_it(log: RequestLog, clock: ManualClock, session: Session) -> None:
     _, following, _ = log.watch(-1)
-    for _ in range(WATCHED_ENTRIES + 500):
+    for _ in range(WATCHED_BETWEEN + 500):
         log(session, Flush(id=1), (), clock.now_ns(), OkReply(id=1))
     entries, following, skipped = log.watch(following)
-    assert len(entries) + skipped == following == WATCHED_ENTRIES + 500
+    assert (len(entries), skipped, following) == (WATCHED_BETWEEN, 500, WATCHED_BETWEEN + 500)
+    log(session, Flush(id=1), (), clock.now_ns(), OkReply(id=1))
+    entries, following, skipped = log.watch(following)
+    assert (len(entries), skipped) == (1, 0)
+
+
+def test_ring_counts_what_is_not_kept() -> None:
+    ring: Ring[str] = Ring(8)
+    ring.add("a")
+    ring.skip()
+    ring.skip()
+    ring.add("b")
+    assert ring.since(0, 99) == (["a", "b"], 4, 2)
+    assert ring.since(1, 99) == (["b"], 4, 2)
+    assert ring.since(4, 99) == ([], 4, 0)
