@@ -185,7 +185,7 @@ class Dispatcher:
         except RequestError as error:
             failure = error
         except Exception as error:  # noqa: BLE001 - it is logged
-            failure = self.bug(error)
+            failure = self.bug(error, request)
         if failure is not None:
             self.fail(peer.rid, request.id, failure)
             self._observe(peer.session, request, frames, begin_ns, failure.code)
@@ -240,7 +240,7 @@ class Dispatcher:
         )
         self._outbox.send(rid, encode(reply), Answer(reply), None)
 
-    def bug(self, error: Exception) -> RequestError:
+    def bug(self, error: Exception, request: AnyRequest | None = None) -> RequestError:
         """Log an error that is ours, each place once with its traceback; what to tell the client."""
         last = error.__traceback__
         while last is not None and last.tb_next is not None:
@@ -248,7 +248,9 @@ class Dispatcher:
         place = (type(error), last.tb_frame.f_code.co_filename if last else "", last.tb_lineno if last else 0)
         if place not in self._reported:
             self._reported.add(place)
-            log.error("a request failed; from now on failures at this place are only counted", exc_info=error)
+            fields = {"request": str(request.__struct_config__.tag), "request_id": request.id} if request else {}
+            message = "a request failed; from now on failures at this place are only counted"
+            log.error(message, exc_info=error, extra={"fields": fields})
         return RequestError(ErrorCode.INTERNAL, f"{type(error).__name__} in the daemon; its journal has the details")
 
 

@@ -215,7 +215,7 @@ class Server:
                 frames.append(frame.buffer)
         self.counters["requests_total"] += 1
         self.counters["received_bytes_total"] += nbytes
-        request_id = 0
+        request_id, request = 0, None
         try:
             request = decode_request(header.buffer)
             request_id = request.id
@@ -226,7 +226,7 @@ class Server:
         except RequestError as error:
             self._dispatcher.fail(rid, request_id, error)
         except Exception as error:  # noqa: BLE001 - it is logged, and one bad request must not stop the others
-            self._dispatcher.fail(rid, request_id, self._dispatcher.bug(error))
+            self._dispatcher.fail(rid, request_id, self._dispatcher.bug(error, request))
 
     def _check_size(self, rid: bytes, nbytes: int, count: int) -> None:
         if rid[0] != 0:
