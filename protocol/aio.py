@@ -5,24 +5,26 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from kvtierd.core.checksum import Bytes, Sums
-from kvtierd.core.keys import Keys
+from kvtierd.core.keys import Keys, as_keys
 from kvtierd.core.namespace import Namespace
+from kvtierd.protocol.ahead import Leases, Reservations
 from kvtierd.protocol.aio_driver import AsyncDriver
 from kvtierd.protocol.asking import Asking
-from kvtierd.protocol.client import TIMEOUT_S, TRANSFER_TIMEOUT_S
+from kvtierd.protocol.client import BATCH, TIMEOUT_S, TRANSFER_TIMEOUT_S
 from kvtierd.protocol.connection import Connection
 from kvtierd.protocol.copying import Copier, default_threads
 from kvtierd.protocol.endpoint import default_endpoint
-from kvtierd.protocol.holds import LeasedSlots, ReservedSlots, check_out
+from kvtierd.protocol.grants import Granted, Leased, acquire_request
+from kvtierd.protocol.holds import After, LeasedSlots, ReservedSlots, check_out
 from kvtierd.protocol.messages import AnyRequest, Delete, Pin, Prefetch, Tier, Unpin
 from kvtierd.protocol.queries import Queries
 from kvtierd.protocol.results import Fetched, Hit, NamespaceHandle, Stored
-from kvtierd.protocol.slots import Granted, Leased, SlotPlans
+from kvtierd.protocol.slots import SlotPlans
 from kvtierd.protocol.transfers import Transfers, as_blocks
 
 
@@ -165,8 +167,44 @@ class AsyncClient:
         """As `Client.acquire`."""
         ttl_ms = 0 if ttl_s is None else max(1, int(ttl_s * 1000))
         deadline_ns = self._transfer_ns(timeout_s)
-        plan = self._slots.acquire(namespace, keys, ttl_ms=ttl_ms, verify=verify, deadline_ns=deadline_ns)
+        plan = self._slots.acquire(namespace, keys, acquire_request(ttl_ms=ttl_ms, verify=verify), deadline_ns)
         return AsyncLease(self._driver, self._slots, namespace, await self._driver.run(plan))
+
+    async def leases(
+        self,
+        namespace: NamespaceHandle,
+        keys: Keys,
+        *,
+        batch: int = BATCH,
+        ttl_s: float | None = None,
+        verify: bool = False,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[AsyncLease]:
+        """As `Client.leases`; close it (`contextlib.aclosing`) when you leave it before its end."""
+        ttl_ms = 0 if ttl_s is None else max(1, int(ttl_s * 1000))
+        ahead = Leases(self._slots, namespace, as_keys(keys), batch, acquire_request(ttl_ms=ttl_ms, verify=verify))
+        try:
+            leased = await self._driver.run(ahead.take(self._transfer_ns(timeout_s)))
+            while leased is not None:
+                async with AsyncLease(self._driver, self._slots, namespace, leased) as lease:
+                    yield lease
+                    leased = await self._driver.run(ahead.turn(leased, self._transfer_ns(timeout_s)))
+        finally:
+            await self._driver.run(ahead.drop())
+
+    async def reservations(
+        self, namespace: NamespaceHandle, keys: Keys, *, batch: int = BATCH, timeout_s: float | None = None
+    ) -> AsyncIterator[AsyncReservation]:
+        """As `Client.reservations`; close it (`contextlib.aclosing`) when you leave it before its end."""
+        ahead = Reservations(self._slots, namespace, as_keys(keys), batch)
+        try:
+            while (grant := await self._driver.run(ahead.take(self._deadline_ns(timeout_s)))) is not None:
+                async with AsyncReservation(
+                    self._driver, self._slots, namespace, grant, self.transfer_timeout_s, ahead.more
+                ) as reservation:
+                    yield reservation
+        finally:
+            await self._driver.run(ahead.drop())
 
     async def store(
         self,
@@ -228,9 +266,15 @@ class AsyncReservation(ReservedSlots):
     """As `Reservation`, for `async with`."""
 
     def __init__(
-        self, driver: AsyncDriver, plans: SlotPlans, namespace: NamespaceHandle, grant: Granted, timeout_s: float
+        self,
+        driver: AsyncDriver,
+        plans: SlotPlans,
+        namespace: NamespaceHandle,
+        grant: Granted,
+        timeout_s: float,
+        after: After | None = None,
     ) -> None:
-        super().__init__(plans, namespace, grant, timeout_s)
+        super().__init__(plans, namespace, grant, timeout_s, after)
         self._driver = driver
 
     async def commit(
@@ -248,6 +292,8 @@ class AsyncReservation(ReservedSlots):
             self._grant, self.namespace, index, sums, verify=verify, wait=wait, deadline_ns=deadline_ns
         )
         reply = await self._driver.run(plan)
+        if self._after is not None and not wait:
+            await self._driver.run(self._after(deadline_ns))
         return reply.committed + reply.existed
 
     def abort(self) -> None:

@@ -11,12 +11,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from kvtierd.protocol.asking import Ask, Connect, Plan, Step, Work
+from kvtierd.protocol.asking import Ask, Begin, Begun, Connect, Finish, Plan, Step, Work
 from kvtierd.protocol.connection import Connection
 from kvtierd.protocol.pending import Group, Pending, Received
 from kvtierd.protocol.waiting import ABSENT_NS, GRACE_NS, MAX_UNANSWERED, SLICE_NS, wire_deadline_ns
 
 T = TypeVar("T")
+
+
+class Waiters(Group):
+    """Replies that a task waits for, or will."""
+
+    __slots__ = ("event",)
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        super().__init__(self.event.set)
 
 
 class AsyncDriver:
@@ -56,7 +66,11 @@ class AsyncDriver:
     async def _carry_out(self, step: Step) -> object:
         match step:
             case Ask():
-                return await self._ask(step)
+                return await self._finish(await self._begin(step))
+            case Begin():
+                return await self._begin(step.ask)
+            case Finish():
+                return await self._finish(step.begun)
             case Work():
                 return await self._work(step)
             case Connect():
@@ -159,23 +173,34 @@ class AsyncDriver:
             await self._sleep(event, min(left_ns, SLICE_NS))
             now_ns = time.monotonic_ns()
 
-    async def _ask(self, step: Ask) -> list[Received | None]:
-        event = asyncio.Event()
-        group = Group(event.set)
-        pending: list[Pending] = []
+    async def _begin(self, step: Ask) -> Begun:
+        group = Waiters()
+        begun = Begun(step, group, [])
         try:
-            await self._send(step, group, event, pending)
-            group.floor = 0
-            await self._wait(group, event, step.deadline_ns)
-        finally:
-            if group.missing:
-                self._connection.forget(group)
-                if time.monotonic_ns() >= step.deadline_ns:  # not when we were cancelled
-                    self._connection.lose()
-        received = [item.received for item in pending]
-        return received + [None] * (len(step.requests) - len(received))
+            await self._send(step, group, begun.pending)
+        except BaseException:
+            self._give_up(group, step.deadline_ns)
+            raise
+        group.floor = 0
+        return begun
 
-    async def _send(self, step: Ask, group: Group, event: asyncio.Event, pending: list[Pending]) -> None:
+    async def _finish(self, begun: Begun) -> list[Received | None]:
+        group = begun.group
+        assert isinstance(group, Waiters)
+        try:
+            await self._wait(group, begun.ask.deadline_ns)
+        finally:
+            self._give_up(group, begun.ask.deadline_ns)
+        return begun.received()
+
+    def _give_up(self, group: Group, deadline_ns: int) -> None:
+        """Forget replies that stayed out, if any."""
+        if group.missing:
+            self._connection.forget(group)
+            if time.monotonic_ns() >= deadline_ns:  # not when we were cancelled
+                self._connection.lose()
+
+    async def _send(self, step: Ask, group: Waiters, pending: list[Pending]) -> None:
         wire_ns = wire_deadline_ns(step.deadline_ns)
         for request, frames in step.requests:
             if not self._connection.up or self._connection.session_no != step.session_no:
@@ -187,11 +212,11 @@ class AsyncDriver:
             pending.append(sent)
             if group.missing >= MAX_UNANSWERED:
                 group.floor = MAX_UNANSWERED // 2
-                await self._wait(group, event, step.deadline_ns)
+                await self._wait(group, step.deadline_ns)
                 if group.missing > group.floor:
                     return
 
-    async def _wait(self, group: Group, event: asyncio.Event, deadline_ns: int) -> None:
+    async def _wait(self, group: Waiters, deadline_ns: int) -> None:
         while group.missing > group.floor:
             self._take_in()
             if group.missing <= group.floor or not self._connection.is_open:
@@ -199,7 +224,7 @@ class AsyncDriver:
             left_ns = deadline_ns - time.monotonic_ns()
             if left_ns <= 0:
                 return
-            await self._sleep(event, left_ns)
+            await self._sleep(group.event, left_ns)
 
     async def _work(self, step: Work) -> object:
         """Run something that copies in a thread; cancelled, wait for its end: it writes into the caller's memory."""

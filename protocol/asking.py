@@ -26,7 +26,7 @@ from kvtierd.protocol.messages import (
     NamespaceReply,
     RegisterNamespace,
 )
-from kvtierd.protocol.pending import Received
+from kvtierd.protocol.pending import Group, Pending, Received
 from kvtierd.protocol.results import NamespaceHandle
 from kvtierd.protocol.service import Frame
 
@@ -69,13 +69,41 @@ class Ask:
 
 
 @dataclasses.dataclass(slots=True)
+class Begun:
+    """Requests that were sent; their replies come in while the caller does something else."""
+
+    ask: Ask
+    group: Group
+    pending: list[Pending]
+
+    def received(self) -> list[Received | None]:
+        """What has come, with None for each reply that stayed out."""
+        missing = len(self.ask.requests) - len(self.pending)
+        return [item.received for item in self.pending] + [None] * missing
+
+
+@dataclasses.dataclass(slots=True)
+class Begin:
+    """Send requests without waiting; the outcome is Begun, which must be finished or dropped."""
+
+    ask: Ask
+
+
+@dataclasses.dataclass(slots=True)
+class Finish:
+    """Wait for what was begun; the outcome is that of its Ask."""
+
+    begun: Begun
+
+
+@dataclasses.dataclass(slots=True)
 class Work:
     """Call something that copies or blocks; the outcome is what it returns."""
 
     function: Callable[[], Any]
 
 
-Step = Connect | Ask | Work
+Step = Connect | Ask | Begin | Finish | Work
 T = TypeVar("T")
 R = TypeVar("R", bound=AnyReply)
 Plan = Generator[Step, Any, T]
@@ -135,6 +163,39 @@ class Asking:
             if not self.undelivered(first, deadline_ns) or (attempt and not insist):
                 break
         return first
+
+    def begin(
+        self,
+        handles: Sequence[NamespaceHandle],
+        build: Callable[[list[int]], AnyRequest],
+        frames: Sequence[Frame],
+        deadline_ns: int,
+        *,
+        prepare: Callable[[int], Plan[bool]] | None = None,
+    ) -> Plan[Begun | None]:
+        """Send what `request` would and do not wait; None where the daemon is away."""
+        ready = yield from self.ready(handles, deadline_ns)
+        if ready is None or (prepare is not None and not (yield from prepare(deadline_ns))):
+            return None
+        session_no, numbers = ready
+        begun: Begun = yield Begin(Ask([(build(numbers), frames)], session_no, deadline_ns))
+        return begun
+
+    def drop(self, begun: Begun) -> Plan[None]:
+        """Nobody wants the replies any more: wait for them and give back what they granted.
+
+        One that stays out is given back when it comes.
+        """
+        yield Finish(begun)
+        self.let_go(begun)
+
+    def let_go(self, begun: Begun) -> None:
+        """As `drop`, without waiting."""
+        with self.connection.lock:
+            self.connection.forget(begun.group)
+            for item in begun.received():
+                if item is not None and item[2] == self.connection.session_no:
+                    self.connection.give_back_granted(item[0])
 
     def undelivered(self, received: Received | None, deadline_ns: int) -> bool:
         """Whether a request reached no session: the daemon was away, or is another one now. Asking again is safe."""

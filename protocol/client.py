@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from kvtierd.core.checksum import Bytes
-from kvtierd.core.keys import Keys
+from kvtierd.core.keys import Keys, as_keys
 from kvtierd.core.namespace import Namespace
+from kvtierd.protocol.ahead import Leases, Reservations
 from kvtierd.protocol.asking import Asking
 from kvtierd.protocol.connection import Connection
 from kvtierd.protocol.copying import Copier, default_threads
 from kvtierd.protocol.endpoint import default_endpoint
+from kvtierd.protocol.grants import acquire_request
 from kvtierd.protocol.holds import Lease, Reservation, check_out
 from kvtierd.protocol.messages import AnyRequest, Delete, Pin, Prefetch, Tier, Unpin
 from kvtierd.protocol.queries import Queries
@@ -30,6 +32,8 @@ TIMEOUT_S = 0.1
 """For operations on metadata: an engine's scheduler waits for these."""
 TRANSFER_TIMEOUT_S = 2.0
 """For operations that may move data."""
+BATCH = 32
+"""Blocks that `leases` and `reservations` take at a time."""
 
 
 class Client:
@@ -181,8 +185,60 @@ class Client:
         """Lease the leading run of present blocks in the arena; `verify` has the daemon hash them first."""
         ttl_ms = 0 if ttl_s is None else max(1, int(ttl_s * 1000))
         deadline_ns = self._transfer_ns(timeout_s)
-        plan = self._slots.acquire(namespace, keys, ttl_ms=ttl_ms, verify=verify, deadline_ns=deadline_ns)
+        plan = self._slots.acquire(namespace, keys, acquire_request(ttl_ms=ttl_ms, verify=verify), deadline_ns)
         return Lease(self._driver, self._slots, namespace, self._driver.run(plan))
+
+    def leases(
+        self,
+        namespace: NamespaceHandle,
+        keys: Keys,
+        *,
+        batch: int = BATCH,
+        ttl_s: float | None = None,
+        verify: bool = False,
+        timeout_s: float | None = None,
+    ) -> Iterator[Lease]:
+        """Lease the leading run, `batch` blocks at a time; the next ones are asked for while the caller works on these.
+
+        Each lease ends when the next one is taken, and the last with the iterator, which ends with the run. Deadlines
+        hold for each step. Raises ValueError for a batch of less than one.
+        """
+        ttl_ms = 0 if ttl_s is None else max(1, int(ttl_s * 1000))
+        ahead = Leases(self._slots, namespace, as_keys(keys), batch, acquire_request(ttl_ms=ttl_ms, verify=verify))
+
+        def steps() -> Iterator[Lease]:
+            try:
+                leased = self._driver.run(ahead.take(self._transfer_ns(timeout_s)))
+                while leased is not None:
+                    with Lease(self._driver, self._slots, namespace, leased) as lease:
+                        yield lease
+                        leased = self._driver.run(ahead.turn(leased, self._transfer_ns(timeout_s)))
+            finally:
+                self._driver.run(ahead.drop())
+
+        return steps()
+
+    def reservations(
+        self, namespace: NamespaceHandle, keys: Keys, *, batch: int = BATCH, timeout_s: float | None = None
+    ) -> Iterator[Reservation]:
+        """Reserve slots for all keys, `batch` at a time; the next ones are asked for while the caller fills these.
+
+        What is not committed when the next one is taken, or the iterator ends, is given back. Deadlines hold for each
+        step. Raises ValueError for a batch of less than one.
+        """
+        ahead = Reservations(self._slots, namespace, as_keys(keys), batch)
+
+        def steps() -> Iterator[Reservation]:
+            try:
+                while (grant := self._driver.run(ahead.take(self._deadline_ns(timeout_s)))) is not None:
+                    with Reservation(
+                        self._driver, self._slots, namespace, grant, self.transfer_timeout_s, ahead.more
+                    ) as reservation:
+                        yield reservation
+            finally:
+                self._driver.run(ahead.drop())
+
+        return steps()
 
     def store(
         self,

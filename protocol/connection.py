@@ -24,6 +24,7 @@ from kvtierd.protocol.messages import (
     AcquireReply,
     AnyReply,
     AnyRequest,
+    Commit,
     ErrorReply,
     Hello,
     HelloReply,
@@ -241,15 +242,17 @@ class Connection:
         request.epoch = self.epoch
         return self._transmit(encode(request), ())
 
-    def hand_over(self, request: AnyRequest, frames: Sequence[Frame], blocks: int) -> bool:
-        """Send a Commit whose answer is only counted, whenever it comes; False when it could not be sent."""
+    def hand_over(self, request: Commit, frames: Sequence[Frame], blocks: int) -> bool:
+        """Send a Commit that is answered only if it is refused, which is counted; False when it could not be sent."""
         if not self.up or self._handed_over.full:
             return False
+        # A commit that is verified is served beside later requests: only its own answer tells what became of it.
+        request.quiet = not request.verify
         request.id = number = self._take_id()
         request.epoch = self.epoch
         if not self._transmit(encode(request), frames):
             return False
-        self._handed_over.add(number, blocks)
+        self._handed_over.add(number, blocks, quiet=request.quiet)
         return True
 
     def forget(self, group: Group) -> None:
@@ -279,6 +282,7 @@ class Connection:
         except msgspec.MsgspecError:
             self.counters["unreadable_replies"] += 1
             return
+        self._handed_over.settle_before(reply.id)
         pending = self._pending.pop(reply.id, None)
         if pending is None:
             self._take_unasked(reply)
@@ -301,14 +305,19 @@ class Connection:
             case ErrorReply() if reply.id in self._hello_ids:
                 self._hello_ids.clear()
                 self.refusal = RequestError(reply.code, reply.message, reply.retry_after_ms)
-            case ReserveReply() if reply.reservation and reply.epoch == self.epoch:
+            case ReserveReply() | AcquireReply() if reply.epoch == self.epoch:
                 self.counters["late_replies"] += 1
-                self._give_back(Abort(id=0, reservation=reply.reservation))
-            case AcquireReply() if reply.lease and reply.epoch == self.epoch:
-                self.counters["late_replies"] += 1
-                self._give_back(Release(id=0, leases=[reply.lease], quiet=True))
+                self.give_back_granted(reply)
             case _ if reply.id and not self._handed_over.settle(reply):
                 self.counters["late_replies"] += 1
+
+    def give_back_granted(self, reply: AnyReply) -> None:
+        """End what a reply of this session granted to somebody who does not want it any more."""
+        match reply:
+            case ReserveReply() if reply.reservation:
+                self._give_back(Abort(id=0, reservation=reply.reservation))
+            case AcquireReply() if reply.lease:
+                self._give_back(Release(id=0, leases=[reply.lease], quiet=True))
 
     def _give_back(self, request: AnyRequest) -> None:
         request.epoch = self.epoch

@@ -1,19 +1,19 @@
 """Copies between the caller's memory and slots, with checksums, on a few threads (protocol/SPEC.md §3).
 
-NumPy copies without the GIL; the hash holds it, so it runs over 64 KiB pieces just after they were copied, while
-other threads copy.
+NumPy copies without the GIL; the hash holds it, so it runs over pieces just after they were copied, while other
+threads copy.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import xxhash
 
-from kvtierd.core.checksum import PIECE_BYTES, Bytes, Sums, block_sum, copy_and_sum, fill_and_sum, layer_sums
+from kvtierd.core.checksum import Bytes, Sums, block_sum, copy_and_sum, fill_and_sum, layer_sums, packed_sums
 from kvtierd.core.geometry import Geometry
 
 PARALLEL_BYTES = 1 << 20
@@ -59,7 +59,7 @@ class Copier:
     def sum_packed(self, blocks: Sequence[Bytes] | Bytes, geometry: Geometry) -> Sums:
         """Hash packed blocks: [n, layers] u64."""
         sums = np.empty((len(blocks), geometry.layers), np.uint64)
-        self._spread(lambda i: _sum_packed(blocks[i], geometry, sums[i]), len(blocks), geometry)
+        self._spread(lambda i: packed_sums(blocks[i], geometry, sums[i]), len(blocks), geometry)
         return sums
 
     def _spread(self, work: Callable[[int], object], count: int, geometry: Geometry) -> None:
@@ -71,13 +71,16 @@ class Copier:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="kvtierd-copy")
 
-        def strided(first: int) -> None:
-            for i in range(first, count, threads):
+        # Each takes the next block when it is done with one: a thread that lost its CPU for a while holds up nobody.
+        claims = itertools.count()
+
+        def share() -> None:
+            while (i := next(claims)) < count:
                 work(i)
 
-        others = [self._pool.submit(strided, first) for first in range(1, threads)]
+        others = [self._pool.submit(share) for _ in range(1, threads)]
         try:
-            strided(0)
+            share()
         finally:
             # Nobody may still be writing into the caller's memory when we return, also not after an error.
             errors = [other.exception() for other in others]
@@ -107,13 +110,3 @@ def _unpack(slot: Bytes, packed: Bytes, geometry: Geometry) -> None:
         return
     rows = slot[: geometry.slot_bytes].reshape(geometry.layers, geometry.layer_stride)
     packed.reshape(geometry.layers, geometry.layer_bytes)[:] = rows[:, : geometry.layer_bytes]
-
-
-def _sum_packed(block: Bytes, geometry: Geometry, out: Sums) -> None:
-    data, size = block.data, geometry.layer_bytes
-    for layer in range(geometry.layers):
-        begin = layer * size
-        state = xxhash.xxh3_64()
-        for at in range(begin, begin + size, PIECE_BYTES):
-            state.update(data[at : min(at + PIECE_BYTES, begin + size)])
-        out[layer] = state.intdigest()

@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 Frames = Sequence[memoryview]
 
+_QUIET = frozenset({Commit, Release})
+"""Unanswered where the request says so and nothing is wrong."""
 _CHEAP = frozenset({Lookup, Release, Abort, Commit, Unpin, Stats, RegisterNamespace})
 """Taken up even where the session has all its requests in flight: they only read, or give something back."""
 
@@ -200,7 +202,7 @@ class Dispatcher:
             peer.tasks.discard(asyncio.current_task())
 
     def _reply(self, peer: Peer, request: AnyRequest, answer: Answer) -> None:
-        if type(request) is Release and request.quiet:
+        if type(request) in _QUIET and request.quiet:  # type: ignore[union-attr]
             return
         reply = answer.reply
         reply.id = request.id

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
 from kvtierd.core.checksum import Bytes, Sums
+from kvtierd.protocol.asking import Plan
+from kvtierd.protocol.grants import Granted, Leased
 from kvtierd.protocol.results import Masks, NamespaceHandle
-from kvtierd.protocol.slots import Granted, Leased, SlotPlans
+from kvtierd.protocol.slots import SlotPlans
 from kvtierd.protocol.waiting import Driver
+
+After = Callable[[int], Plan[None]]
+"""What follows a commit that nobody waits for, at once, so that both messages leave together; gets the deadline."""
 
 
 class ReservedSlots:
@@ -20,8 +25,16 @@ class ReservedSlots:
     with every layer part at a multiple of `layer_stride`, or None where it was not granted or is committed.
     """
 
-    def __init__(self, plans: SlotPlans, namespace: NamespaceHandle, grant: Granted, timeout_s: float) -> None:
+    def __init__(
+        self,
+        plans: SlotPlans,
+        namespace: NamespaceHandle,
+        grant: Granted,
+        timeout_s: float,
+        after: After | None = None,
+    ) -> None:
         self._plans = plans
+        self._after = after
         self._grant = grant
         self._timeout_s = timeout_s
         self.namespace = namespace
@@ -58,9 +71,15 @@ class Reservation(ReservedSlots):
     """As a context manager: what is not committed when it ends is given back."""
 
     def __init__(
-        self, driver: Driver, plans: SlotPlans, namespace: NamespaceHandle, grant: Granted, timeout_s: float
+        self,
+        driver: Driver,
+        plans: SlotPlans,
+        namespace: NamespaceHandle,
+        grant: Granted,
+        timeout_s: float,
+        after: After | None = None,
     ) -> None:
-        super().__init__(plans, namespace, grant, timeout_s)
+        super().__init__(plans, namespace, grant, timeout_s, after)
         self._driver = driver
 
     def commit(
@@ -86,6 +105,8 @@ class Reservation(ReservedSlots):
             self._grant, self.namespace, index, sums, verify=verify, wait=wait, deadline_ns=deadline_ns
         )
         reply = self._driver.run(plan)
+        if self._after is not None and not wait:
+            self._driver.run(self._after(deadline_ns))
         return reply.committed + reply.existed
 
     def abort(self) -> None:

@@ -41,19 +41,26 @@ class HandedOver:
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
         self._blocks: dict[int, int] = {}
+        self._quiet: dict[int, int] = {}
+        """Those that are answered only when they are refused, in the order in which the daemon serves them."""
 
     @property
     def full(self) -> bool:
         """Whether so many are unanswered that the next one has to be waited for."""
-        return len(self._blocks) >= MAX_HANDED_OVER
+        return len(self._blocks) + len(self._quiet) >= MAX_HANDED_OVER
 
-    def add(self, request_id: int, blocks: int) -> None:
+    def add(self, request_id: int, blocks: int, *, quiet: bool) -> None:
         """A commit was sent."""
-        self._blocks[request_id] = blocks
+        (self._quiet if quiet else self._blocks)[request_id] = blocks
+
+    def settle_before(self, request_id: int) -> None:
+        """The daemon answered a later request: it took, without a word, all that it was handed quietly before."""
+        while self._quiet and (first := next(iter(self._quiet))) < request_id:
+            del self._quiet[first]
 
     def settle(self, reply: AnyReply) -> bool:
         """Take a reply to one of them; False when it is to something else."""
-        blocks = self._blocks.pop(reply.id, None)
+        blocks = self._blocks.pop(reply.id, None) or self._quiet.pop(reply.id, None)
         if blocks is None:
             return False
         taken = reply.committed + reply.existed if isinstance(reply, CommitReply) else 0
@@ -63,8 +70,10 @@ class HandedOver:
     def lose(self) -> None:
         """The session is gone: nobody will answer, and nobody can tell what was stored."""
         self._counters["stores_dropped_unavailable"] += sum(self._blocks.values())
-        self._blocks.clear()
+        self._counters["stores_dropped_unavailable"] += sum(self._quiet.values())
+        self.forget()
 
     def forget(self) -> None:
         """They belong to the parent of this process."""
         self._blocks.clear()
+        self._quiet.clear()

@@ -92,12 +92,14 @@ class Commit(Request, kw_only=True, omit_defaults=True, tag="commit"):
 
     `index` lists which blocks of the reservation are whole, by position in its keys; None is all that were granted.
     Blocks of the reservation that are not named stay reserved. `verify` has the daemon hash the bytes before they
-    become visible.
+    become visible. `quiet` asks for an answer only where it is an error; requests are served in their order, so that
+    the answer to a later one tells that there was none.
     """
 
     reservation: int
     index: list[int] | None = None
     verify: bool = False
+    quiet: bool = False
 
 
 class Abort(Request, kw_only=True, omit_defaults=True, tag="abort"):

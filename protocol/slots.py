@@ -2,77 +2,42 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from kvtierd.core.checksum import Bytes, Sums
-from kvtierd.core.errors import KvtierdError
 from kvtierd.core.keys import KEY_BYTES, Keys
 from kvtierd.protocol.arena import Arena, ArenaError, MappedChunk
-from kvtierd.protocol.asking import Ask, Asking, Connect, Plan, Work, as_frame, raw
+from kvtierd.protocol.asking import Ask, Asking, Begun, Connect, Finish, Plan, Work, as_frame, raw
 from kvtierd.protocol.copying import Copier, block_sums
+from kvtierd.protocol.grants import (
+    Build,
+    Granted,
+    Leased,
+    Slots,
+    ascends,
+    descriptors,
+    granted_views,
+    leading,
+    reserve_request,
+    sums_of,
+)
 from kvtierd.protocol.messages import (
     SLOT_BUSY,
     SLOT_DTYPE,
     SLOT_GRANTED,
     Abort,
-    Acquire,
     AcquireReply,
     Commit,
     CommitReply,
     Release,
-    Reserve,
     ReserveReply,
 )
-from kvtierd.protocol.results import Masks, NamespaceHandle
-
-Slots = np.ndarray[Any, np.dtype[np.void]]
-"""Slot descriptors: [n] of SLOT_DTYPE."""
-
-
-@dataclasses.dataclass(slots=True)
-class Granted:
-    """What Reserve gave: a status a key ([n] uint8), and for each granted one its view in slot form."""
-
-    number: int
-    session_no: int
-    status: Masks
-    views: list[Bytes | None]
-
-
-@dataclasses.dataclass(slots=True)
-class Leased:
-    """What Acquire gave: `count` blocks in slots, with all that is needed to copy and verify them."""
-
-    number: int
-    session_no: int
-    count: int
-    slots: Slots
-    views: list[Bytes]
-    chunks: list[MappedChunk]
-    sums: Sums
-
-    @property
-    def sources(self) -> Masks:
-        """Where each block was found: [count] uint8 masks."""
-        return np.asarray(self.slots["source"], np.uint8)
-
-    def unchanged(self) -> int:
-        """How many leading blocks are still what the lease said, by their slots' generations.
-
-        Read after a copy: the copy is then whole, because a slot's generation changes before its bytes do.
-        """
-        for i, chunk in enumerate(self.chunks):
-            slot = int(self.slots["offset"][i]) // chunk.slot_bytes
-            if chunk.generations[slot] != self.slots["generation"][i]:
-                return i
-        return self.count
+from kvtierd.protocol.pending import Received
+from kvtierd.protocol.results import NamespaceHandle
 
 
 class SlotPlans:
@@ -146,20 +111,43 @@ class SlotPlans:
             self._arena.abandon()
             self._arena = None
 
-    def reserve(self, handle: NamespaceHandle, keys: Keys, deadline_ns: int) -> Plan[Granted]:
-        """Slots to write into; without arena or daemon every block is refused."""
+    def begin(self, handle: NamespaceHandle, build: Build, keys: Keys, deadline_ns: int) -> Plan[Begun | None]:
+        """Ask what `reserve` or `acquire` with the same `build` will wait for."""
+        frames = (as_frame(keys),)
+        return (yield from self._asking.begin([handle], build, frames, deadline_ns, prepare=self._attached))
+
+    def drop(self, begun: Begun) -> Plan[None]:
+        """Give back what was begun and will not be taken."""
+        yield from self._asking.drop(begun)
+
+    def let_go(self, begun: Begun) -> None:
+        """As `drop`, without waiting."""
+        self._asking.let_go(begun)
+
+    def _asked(
+        self, handle: NamespaceHandle, build: Build, data: memoryview, deadline_ns: int, begun: Begun | None
+    ) -> Plan[Received | None]:
+        """The reply to what was begun; where that reached no session, or nothing was begun, to the same asked now."""
+        if begun is not None:
+            received: Received | None = (yield Finish(begun))[0]
+            if not self._asking.undelivered(received, deadline_ns):
+                return received
+        return (yield from self._asking.request([handle], build, (data,), deadline_ns, prepare=self._attached))
+
+    def reserve(
+        self, handle: NamespaceHandle, keys: Keys, deadline_ns: int, begun: Begun | None = None
+    ) -> Plan[Granted]:
+        """Slots to write into; without arena or daemon every block is refused. `begun` is what `begin` gave."""
         data = as_frame(keys)
         count = data.nbytes // KEY_BYTES
         nothing = Granted(0, 0, np.full(count, SLOT_BUSY, np.uint8), [None] * count)
-        received = yield from self._asking.request(
-            [handle], lambda numbers: Reserve(id=0, namespace=numbers[0]), (data,), deadline_ns, prepare=self._attached
-        )
+        received = yield from self._asked(handle, reserve_request, data, deadline_ns, begun)
         reply = self._asking.accept(received, ReserveReply)
         if reply is None or received is None:
             self._counters["stores_dropped_unavailable"] += count
             return nothing
         session_no = received[2]
-        slots = _descriptors(received[1], count)
+        slots = descriptors(received[1], count)
         status = slots["status"].copy()
         granted = np.flatnonzero(status == SLOT_GRANTED)
         try:
@@ -218,7 +206,7 @@ class SlotPlans:
         # All that is left needs no list: the daemon then has nothing to look up block by block.
         whole = len(index) == sum(view is not None for view in grant.views)
         request = Commit(
-            id=0, reservation=grant.number, index=None if whole and _ascends(index) else list(index), verify=verify
+            id=0, reservation=grant.number, index=None if whole and ascends(index) else list(index), verify=verify
         )
         frames = (raw(sums), raw(block_sums(sums)))
         if not wait:
@@ -246,17 +234,10 @@ class SlotPlans:
                 self._connection.orphans.append((session_no, number))
 
     def acquire(
-        self, handle: NamespaceHandle, keys: Keys, *, ttl_ms: int, verify: bool, deadline_ns: int
+        self, handle: NamespaceHandle, keys: Keys, build: Build, deadline_ns: int, begun: Begun | None = None
     ) -> Plan[Leased]:
-        """A lease on the leading run; empty without arena or daemon."""
-        data = as_frame(keys)
-        received = yield from self._asking.request(
-            [handle],
-            lambda numbers: Acquire(id=0, namespace=numbers[0], ttl_ms=ttl_ms, verify=verify),
-            (data,),
-            deadline_ns,
-            prepare=self._attached,
-        )
+        """A lease on the leading run; empty without arena or daemon. `begun` is what `begin` gave."""
+        received = yield from self._asked(handle, build, as_frame(keys), deadline_ns, begun)
         reply = self._asking.accept(received, AcquireReply)
         if reply is None or received is None:
             self._counters["lookups_missed_unavailable"] += 1
@@ -264,7 +245,7 @@ class SlotPlans:
         if not reply.count:
             return self._no_lease(handle)
         session_no, layers = received[2], handle.geometry.layers
-        slots = _descriptors(received[1], reply.count)
+        slots = descriptors(received[1], reply.count)
         sums = sums_of(received[1], 1, reply.count, layers)
         try:
             views, chunks = yield from self._views(slots, handle.geometry.slot_bytes, deadline_ns)
@@ -301,37 +282,3 @@ class SlotPlans:
         good = min(lease.unchanged(), leading(sums, lease.sums))
         self._counters["blocks_mismatched"] += lease.count - good
         return good
-
-
-def _descriptors(frames: Sequence[memoryview], count: int) -> Slots:
-    if not frames or frames[0].nbytes != count * SLOT_DTYPE.itemsize:
-        raise KvtierdError(f"the daemon sent no {count} slot descriptors")
-    return np.frombuffer(frames[0], SLOT_DTYPE)
-
-
-def sums_of(frames: Sequence[memoryview], position: int, count: int, layers: int) -> Sums:
-    """Layer sums [count, layers] in a frame. Raises KvtierdError when they are not there."""
-    if len(frames) <= position or frames[position].nbytes != count * layers * 8:
-        raise KvtierdError(f"the daemon sent no layer sums of {count} blocks with {layers} layers")
-    return np.frombuffer(frames[position], "<u8").reshape(count, layers)
-
-
-def leading(got: Sums, wanted: Sums) -> int:
-    """How many leading rows are equal."""
-    equal = (got == wanted).all(axis=1)
-    return len(equal) if equal.all() else int(np.argmin(equal))
-
-
-def granted_views(grant: Granted, index: Sequence[int]) -> list[Bytes]:
-    """The views of these blocks; ValueError naming one that was not granted."""
-    views = []
-    for i in index:
-        view = grant.views[i] if 0 <= i < len(grant.views) else None
-        if view is None:
-            raise ValueError(f"block {i} of the reservation was not granted, or is committed already")
-        views.append(view)
-    return views
-
-
-def _ascends(index: Sequence[int]) -> bool:
-    return all(here < behind for here, behind in itertools.pairwise(index))

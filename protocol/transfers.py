@@ -9,15 +9,18 @@ import numpy as np
 from kvtierd.core.checksum import Bytes
 from kvtierd.core.errors import KvtierdError
 from kvtierd.core.keys import KEY_BYTES, Keys, as_keys
+from kvtierd.protocol.ahead import Leases, Reservations
 from kvtierd.protocol.asking import Asking, Plan, Work, as_frame, raw
 from kvtierd.protocol.copying import Copier, block_sums
+from kvtierd.protocol.grants import acquire_request, leading, sums_of
 from kvtierd.protocol.messages import SLOT_EXISTS, Get, GetReply, Put, PutReply
 from kvtierd.protocol.queries import Queries
 from kvtierd.protocol.results import NO_MASKS, Fetched, Masks, NamespaceHandle, Stored
-from kvtierd.protocol.slots import SlotPlans, leading, sums_of
+from kvtierd.protocol.slots import SlotPlans
 
-PIECE_BYTES = 256 << 20
-"""Most bytes of one Acquire or Reserve inside fetch and store: a prefix of any length passes in such pieces."""
+PIECE_BYTES = 64 << 20
+"""Most bytes of one Acquire or Reserve inside fetch and store: a prefix of any length passes in such pieces, the next
+one asked for while one is copied."""
 
 
 class Transfers:
@@ -38,14 +41,24 @@ class Transfers:
         flat = as_keys(keys)
         arena = yield from self._slots.has_arena(deadline_ns)
         step = self._blocks_a_piece(handle, arena=arena)
-        for begin in range(0, total, step):
-            part = slice(begin, begin + step)
-            plan = self._store_arena if arena else self._put
-            done = yield from plan(handle, flat[part], blocks[part], deadline_ns)
-            if done is None:
-                break
-            stored += done[0]
-            existed += done[1]
+        ahead = Reservations(self._slots, handle, flat, step) if arena else None
+        try:
+            for begin in range(0, total, step):
+                part = slice(begin, begin + step)
+                if ahead is not None:
+                    done = yield from self._store_arena(ahead, handle, blocks[part], deadline_ns)
+                else:
+                    done = yield from self._put(handle, flat[part], blocks[part], deadline_ns)
+                if done is None:
+                    break
+                stored += done[0]
+                existed += done[1]
+        except BaseException:
+            if ahead is not None:
+                ahead.let_go()
+            raise
+        if ahead is not None:
+            yield from ahead.drop()
         dropped = total - stored - existed
         self._counters["blocks_dropped"] += dropped
         return Stored(stored, existed, dropped)
@@ -56,9 +69,10 @@ class Transfers:
         return max(1, min(self._connection.max_batch, limit // each))
 
     def _store_arena(
-        self, handle: NamespaceHandle, keys: Keys, blocks: Sequence[Bytes], deadline_ns: int
+        self, ahead: Reservations, handle: NamespaceHandle, blocks: Sequence[Bytes], deadline_ns: int
     ) -> Plan[tuple[int, int] | None]:
-        grant = yield from self._slots.reserve(handle, keys, deadline_ns)
+        grant = yield from ahead.take(deadline_ns)
+        assert grant is not None, "there is a reservation for each piece"
         existed = int(np.count_nonzero(grant.status == SLOT_EXISTS))
         if not grant.number:
             return (0, existed) if existed else None
@@ -102,25 +116,38 @@ class Transfers:
         parts: list[Bytes] = []
         sources: list[Masks] = []
         count, whole = 0, True
-        while whole and count < len(flat):
-            piece = flat[count : count + step]
-            room = None if out is None else out[count : count + len(piece)]
-            plan = self._fetch_arena if arena else self._get
-            blocks, masks, whole = yield from plan(handle, piece, room, verify=verify, deadline_ns=deadline_ns)
-            if not len(masks):
-                break
-            parts.append(blocks)
-            sources.append(masks)
-            count += len(masks)
+        ahead = Leases(self._slots, handle, flat, step, acquire_request()) if arena else None
+        try:
+            while whole and count < len(flat):
+                piece = flat[count : count + step]
+                room = None if out is None else out[count : count + len(piece)]
+                if ahead is not None:
+                    got = yield from self._fetch_arena(ahead, handle, room, verify=verify, deadline_ns=deadline_ns)
+                else:
+                    got = yield from self._get(handle, piece, room, verify=verify, deadline_ns=deadline_ns)
+                blocks, masks, whole = got
+                if not len(masks):
+                    break
+                parts.append(blocks)
+                sources.append(masks)
+                count += len(masks)
+        except BaseException:
+            if ahead is not None:
+                ahead.let_go()
+            raise
+        if ahead is not None:
+            yield from ahead.drop()
         if out is None:
             nothing = np.empty((0, handle.geometry.block_bytes), np.uint8)
             out = parts[0] if len(parts) == 1 else np.concatenate([nothing, *parts])
         return Fetched(count, out[:count], np.concatenate([NO_MASKS, *sources]))
 
     def _fetch_arena(
-        self, handle: NamespaceHandle, keys: Keys, out: Bytes | None, *, verify: bool, deadline_ns: int
+        self, ahead: Leases, handle: NamespaceHandle, out: Bytes | None, *, verify: bool, deadline_ns: int
     ) -> Plan[tuple[Bytes, Masks, bool]]:
-        lease = yield from self._slots.acquire(handle, keys, ttl_ms=0, verify=False, deadline_ns=deadline_ns)
+        lease = yield from ahead.take(deadline_ns)
+        if lease is None:
+            return np.empty((0, handle.geometry.block_bytes), np.uint8), NO_MASKS, False
         try:
             if out is None:
                 out = np.empty((lease.count, handle.geometry.block_bytes), np.uint8)

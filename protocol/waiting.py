@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kvtierd.protocol.asking import Ask, Connect, Plan, Step, Work
+from kvtierd.protocol.asking import Ask, Begin, Begun, Connect, Finish, Plan, Step, Work
 from kvtierd.protocol.connection import Connection
 from kvtierd.protocol.pending import Group, Pending, Received
 
@@ -82,7 +82,11 @@ class Driver:
     def _carry_out(self, step: Step) -> object:
         match step:
             case Ask():
-                return self._ask(step)
+                return self._finish(self._begin(step))
+            case Begin():
+                return self._begin(step.ask)
+            case Finish():
+                return self._finish(step.begun)
             case Work():
                 return step.function()
             case Connect():
@@ -138,20 +142,32 @@ class Driver:
 
     # Asking
 
-    def _ask(self, step: Ask) -> list[Received | None]:
+    def _begin(self, step: Ask) -> Begun:
         waiter = Waiter(self._wake)
-        pending: list[Pending] = []
+        begun = Begun(step, waiter, [])
         try:
-            self._send(step, waiter, pending)
-            waiter.floor = 0
-            self._wait(waiter, step.deadline_ns)
+            self._send(step, waiter, begun.pending)
+        except BaseException:
+            self._give_up(waiter)
+            raise
+        waiter.floor = 0
+        return begun
+
+    def _finish(self, begun: Begun) -> list[Received | None]:
+        waiter = begun.group
+        assert isinstance(waiter, Waiter)
+        try:
+            self._wait(waiter, begun.ask.deadline_ns)
         finally:
-            with self._lock:
-                if waiter.missing:
-                    self._connection.forget(waiter)
-                    self._connection.lose()
-        received = [item.received for item in pending]
-        return received + [None] * (len(step.requests) - len(received))
+            self._give_up(waiter)
+        return begun.received()
+
+    def _give_up(self, waiter: Waiter) -> None:
+        """Forget replies that stayed out, if any."""
+        with self._lock:
+            if waiter.missing:
+                self._connection.forget(waiter)
+                self._connection.lose()
 
     def _send(self, step: Ask, waiter: Waiter, pending: list[Pending]) -> None:
         wire_ns = wire_deadline_ns(step.deadline_ns)

@@ -17,8 +17,9 @@ Sums = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
 _LITTLE_U64 = np.dtype("<u8")
 
-PIECE_BYTES = 64 << 10
-"""How much is copied before it is hashed: fits a core's L2 cache twice over, and bounds how long the GIL is held."""
+PIECE_BYTES = 256 << 10
+"""How much is copied before it is hashed: source and copy fit a core's L2 cache, one wait for the GIL serves several
+layer parts, and it is held for some ten microseconds at most."""
 
 
 def layer_sums(block: Bytes, geometry: Geometry, out: Sums | None = None) -> Sums:
@@ -29,10 +30,14 @@ def layer_sums(block: Bytes, geometry: Geometry, out: Sums | None = None) -> Sum
     """
     _check_size("block", block, geometry.slot_bytes)
     sums = np.empty(geometry.layers, np.uint64) if out is None else out
-    size, stride = geometry.layer_bytes, geometry.layer_stride
-    for layer in range(geometry.layers):
-        sums[layer] = _hash_part(block[layer * stride : layer * stride + size])
+    _hash_parts(block, geometry.layer_stride, geometry.layer_bytes, 0, geometry.layers, sums)
     return sums
+
+
+def packed_sums(packed: Bytes, geometry: Geometry, out: Sums) -> None:
+    """Hash each layer part of a packed block (`[block_bytes]` uint8)."""
+    _check_size("packed", packed, geometry.block_bytes)
+    _hash_parts(packed, geometry.layer_bytes, geometry.layer_bytes, 0, geometry.layers, out)
 
 
 def copy_and_sum(source: Bytes, target: Bytes, geometry: Geometry, out: Sums, *, packed: bool = False) -> None:
@@ -42,22 +47,18 @@ def copy_and_sum(source: Bytes, target: Bytes, geometry: Geometry, out: Sums, *,
     """
     _check_size("source", source, geometry.slot_bytes)
     _check_size("target", target, geometry.block_bytes if packed else geometry.slot_bytes)
-    size, stride = geometry.layer_bytes, geometry.layer_stride
-    step = size if packed else stride
-    for layer in range(geometry.layers):
-        begin, at = layer * stride, layer * step
-        out[layer] = _copy_part(source[begin : begin + size], target[at : at + size])
+    _copy_parts(
+        source, geometry.layer_stride, target, geometry.layer_bytes if packed else geometry.layer_stride, geometry, out
+    )
 
 
 def fill_and_sum(packed: Bytes, slot: Bytes, geometry: Geometry, out: Sums) -> None:
     """Copy a packed block into slot form, zero the padding, and hash each part as it lands."""
     _check_size("packed", packed, geometry.block_bytes)
     _check_size("slot", slot, geometry.slot_bytes)
-    size, stride = geometry.layer_bytes, geometry.layer_stride
-    for layer in range(geometry.layers):
-        begin, at = layer * size, layer * stride
-        out[layer] = _copy_part(packed[begin : begin + size], slot[at : at + size])
-        slot[at + size : at + stride] = 0
+    _copy_parts(packed, geometry.layer_bytes, slot, geometry.layer_stride, geometry, out)
+    if geometry.layer_stride != geometry.layer_bytes:
+        _rows(slot, geometry.layer_stride, geometry.layers)[:, geometry.layer_bytes :] = 0
 
 
 def block_sum(sums: Sums) -> int:
@@ -70,19 +71,43 @@ def _check_size(name: str, memory: Bytes, size: int) -> None:
         raise ValueError(f"{name} has {memory.size} bytes; {size} are wanted")
 
 
-def _hash_part(part: Bytes) -> int:
-    if part.size <= PIECE_BYTES:
-        return xxhash.xxh3_64_intdigest(part.data)
-    state = xxhash.xxh3_64()
-    for begin in range(0, part.size, PIECE_BYTES):
-        state.update(part[begin : begin + PIECE_BYTES].data)
-    return state.intdigest()
+def _rows(memory: Bytes, step: int, layers: int) -> Bytes:
+    return memory[: layers * step].reshape(layers, step)
+
+
+def _copy_parts(
+    source: Bytes, source_step: int, target: Bytes, target_step: int, geometry: Geometry, out: Sums
+) -> None:
+    """Copy the layer parts that begin every `step` bytes, a few at a time, and hash each as it landed."""
+    size, layers = geometry.layer_bytes, geometry.layers
+    if size > PIECE_BYTES:
+        for layer in range(layers):
+            begin, at = layer * source_step, layer * target_step
+            out[layer] = _copy_part(source[begin : begin + size], target[at : at + size])
+        return
+    group = max(1, PIECE_BYTES // size)
+    sources, targets = _rows(source, source_step, layers), _rows(target, target_step, layers)
+    for layer in range(0, layers, group):
+        end = min(layer + group, layers)
+        targets[layer:end, :size] = sources[layer:end, :size]
+        _hash_parts(target, target_step, size, layer, end, out)
+
+
+def _hash_parts(memory: Bytes, step: int, size: int, first: int, end: int, out: Sums) -> None:
+    """Hash parts `first` to `end` of `size` bytes that begin every `step` bytes."""
+    data = memory.data
+    for layer in range(first, end):
+        begin = layer * step
+        if size <= PIECE_BYTES:
+            out[layer] = xxhash.xxh3_64_intdigest(data[begin : begin + size])
+            continue
+        state = xxhash.xxh3_64()
+        for at in range(begin, begin + size, PIECE_BYTES):
+            state.update(data[at : min(at + PIECE_BYTES, begin + size)])
+        out[layer] = state.intdigest()
 
 
 def _copy_part(source: Bytes, target: Bytes) -> int:
-    if source.size <= PIECE_BYTES:
-        target[:] = source
-        return xxhash.xxh3_64_intdigest(target.data)
     state = xxhash.xxh3_64()
     for begin in range(0, source.size, PIECE_BYTES):
         piece = target[begin : begin + PIECE_BYTES]

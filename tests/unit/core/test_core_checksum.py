@@ -12,8 +12,9 @@ from kvtierd.core.geometry import Geometry
 SHAPES = {
     "padded": Geometry(block_size=3, layers=4, kv_heads=2, k_dim=5, v_dim=7),
     "one page": Geometry(block_size=8, layers=2, kv_heads=2, k_dim=64, v_dim=64),
-    "one piece": Geometry(block_size=64, layers=2, kv_heads=2, k_dim=128, v_dim=128),
-    "pieces and a rest": Geometry(block_size=65, layers=2, kv_heads=3, k_dim=128, v_dim=127),
+    "groups of three": Geometry(block_size=40, layers=7, kv_heads=4, k_dim=128, v_dim=128),
+    "one piece": Geometry(block_size=64, layers=2, kv_heads=8, k_dim=128, v_dim=128),
+    "pieces and a rest": Geometry(block_size=65, layers=2, kv_heads=12, k_dim=128, v_dim=127),
     "latent": Geometry(block_size=64, layers=2, kv_heads=1, k_dim=576, v_dim=0),
 }
 
@@ -42,6 +43,9 @@ def test_the_shapes_cover_small_whole_and_piecewise_parts() -> None:
     assert min(sizes) < PIECE_BYTES < max(sizes)
     assert PIECE_BYTES in sizes
     assert any(size % PIECE_BYTES for size in sizes if size > PIECE_BYTES)
+    grouped = SHAPES["groups of three"]
+    assert PIECE_BYTES // grouped.layer_bytes == 3
+    assert grouped.layers % 3
 
 
 def test_layer_sums_are_hashes_of_the_parts_without_padding(shape: Geometry) -> None:
