@@ -166,7 +166,11 @@ class Reshaper:
     def _still(self, rows: Rows, held: Slots) -> bool:
         table = self._copies.blocks.table
         there = (table.host_slot[rows] == held) & ((table.flags[rows] & VISIBLE) != 0) & (table.pins[rows] == 0)
-        return bool(there.all())
+        if not there.all():
+            return False
+        # Those that were forgotten meanwhile for want of reads are known again.
+        self._copies.shapes.know(rows, self._block_tokens(rows))
+        return self._copies.shapes.knows(rows)
 
     def _copy(
         self, entry: NamespaceEntry, cls: SlotClass, held: Slots, sums: Sums, targets: list[Target]
