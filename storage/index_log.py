@@ -20,7 +20,7 @@ from kvtierd.storage.layout import INDEX_FILES, index_name, index_number
 from kvtierd.storage.metadata import MetadataFiles
 from kvtierd.storage.stats import written_bytes
 
-JOURNAL_BYTES_MIN = 64 * KIB
+JOURNAL_BYTES_MIN = 6 * KIB
 """Journals are worth a checkpoint when they are larger than this and than the last checkpoint: so the bytes of all
 checkpoints stay below twice those of all journals."""
 
@@ -43,6 +43,12 @@ class IndexLog:
     def size_bytes(self) -> int:
         """What journals and checkpoints take on disk."""
         return sum(self._sizes.values())
+
+    @property
+    def bound_bytes(self) -> int:
+        """What they may take until there is another checkpoint: two checkpoints, one being made, and the journals that
+        belong to the two."""
+        return 5 * max(JOURNAL_BYTES_MIN, self._sizes.get(index_name("checkpoint", self._base), 0))
 
     @property
     def lifetime_bytes(self) -> int:

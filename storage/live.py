@@ -53,6 +53,7 @@ class Live:
         ring.sealed = self._segment_filled
         ring.header_written = self._header_written
         ring.metadata_bytes = lambda: max(0, opened.index.size_bytes - INDEX_BYTES_PLANNED)
+        ring.metadata_bound = lambda: max(0, opened.index.bound_bytes - INDEX_BYTES_PLANNED)
         self._emptying: asyncio.Task[None] | None = None
 
     def watch(self, health: Health, scrubber: Scrubber, endurance: Endurance) -> None:

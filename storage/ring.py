@@ -60,6 +60,8 @@ class Ring:
         """Called after each writing of a header."""
         self.metadata_bytes: Callable[[], int] = lambda: 0
         """What the index takes beyond what the plan sets aside for it."""
+        self.metadata_bound: Callable[[], int] = lambda: 0
+        """What it may come to take."""
         self.reclaimed_segments = 0
 
     def __iter__(self) -> Iterator[Segment]:
@@ -88,7 +90,8 @@ class Ring:
 
     def used_bytes(self) -> int:
         """What the store takes on the disk, everything counted."""
-        return self._footprint_with(0, 0)
+        sizes = sum(segment.size_bytes for segment in self)
+        return self.plan.footprint(sizes, len(self._segments)) + self.metadata_bytes()
 
     @property
     def largest_record(self) -> int:
@@ -108,7 +111,8 @@ class Ring:
     def _footprint_with(self, size_bytes: int, count: int) -> int:
         """What the store would take with more segments."""
         sizes = sum(segment.size_bytes for segment in self) + size_bytes
-        return self.plan.footprint(sizes, len(self._segments) + count) + self.metadata_bytes()
+        metadata = max(self.metadata_bytes(), self.metadata_bound())
+        return self.plan.footprint(sizes, len(self._segments) + count) + metadata
 
     async def reclaim_if_oldest(self, segment: Segment) -> None:
         """Recycle a segment now, unless somebody else has."""
@@ -154,7 +158,7 @@ class Ring:
     async def _usable_free(self) -> Segment | None:
         while self._free:
             segment = self._free.pop()
-            fits = self.used_bytes() <= self.plan.capacity_bytes or len(self._segments) <= MIN_SEGMENTS
+            fits = self._footprint_with(0, 0) <= self.plan.capacity_bytes or len(self._segments) <= MIN_SEGMENTS
             if segment.size_bytes == self.plan.segment_bytes and fits:
                 return segment
             await self._remove(segment)
