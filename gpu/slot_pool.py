@@ -21,11 +21,14 @@ import numpy.typing as npt
 
 from kvtierd.core.checksum import Sums
 from kvtierd.core.units import PAGE_BYTES
+from kvtierd.index import slot_steps
 from kvtierd.index.bitmap import HierarchicalBitmap
 from kvtierd.index.memory import reserve
 
 Slots = npt.NDArray[np.int32]
 NO_SLOT = -1
+ORPHAN = -2
+"""In the `row` column: the slot's block is gone or never came; the slot is freed when its last hold ends."""
 
 RUN_SLOTS = 16
 """Most numbers of a run: a line of an int32 column. A slab leaves less than one run unused."""
@@ -187,12 +190,14 @@ class SlotPool:
 
     def hold(self, slots: Slots) -> None:
         """Keep slots from changing hands once more; a slot may be named several times."""
-        np.add.at(self.holds, slots, 1)
+        slot_steps.hold(self.holds, slots)
 
-    def unhold(self, slots: Slots) -> None:
-        """Undo one hold of each."""
-        assert self.holds[slots].all(), "a slot that nobody holds was released"
-        np.subtract.at(self.holds, slots, 1)
+    def unhold(self, slots: Slots) -> Slots:
+        """Undo one hold of each; returns the orphans that nobody holds any more, each once."""
+        ended = np.empty(slots.size, np.int32)
+        found = slot_steps.unhold(self.holds, self.row, ORPHAN, slots, ended)
+        assert found >= 0, "a slot that nobody holds was released"
+        return ended[:found]
 
     def place(self, slot: int) -> tuple[int, int]:
         """Slab of a slot, and which of the slab's slots it is."""

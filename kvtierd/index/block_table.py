@@ -8,7 +8,6 @@ memory at start; pages are taken as rows are first used.
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -95,7 +94,8 @@ class BlockTable:
                            may have been given to another block since
     last_access_s uint32   when it was last used, seconds of the daemon's clock
 
-    `records` is the same memory as words, [capacity, 8] uint64, for the page table.
+    `records` is the same memory as words, [capacity, 8] uint64, for the page table; `words`
+    is it as [capacity, 16] int32 and `octets` as [capacity, 64] uint8, for compiled code.
     Raises ValueError for a capacity outside 1..2**30.
     """
 
@@ -120,7 +120,8 @@ class BlockTable:
         self.next_row: Rows = fields["next_row"]
         self.block_sum: npt.NDArray[np.uint64] = reserve((capacity,), np.uint64)
         self.pins: npt.NDArray[np.uint16] = reserve((capacity,), np.uint16)
-        self._words: npt.NDArray[Any] = self.records.view(np.int32)
+        self.words: npt.NDArray[np.int32] = self.records.view(np.int32)
+        self.octets: npt.NDArray[np.uint8] = self.records.view(np.uint8)
         self._freed: Rows = reserve((capacity,), np.int32)
         self._counts = np.zeros(2, np.int64)
         self._backing = [Backing(array, ROWS_AHEAD) for array in (self.records, self.block_sum, self.pins, self._freed)]
@@ -141,7 +142,7 @@ class BlockTable:
         They come with slots, segment and next_row -1 and everything else 0, except `block_sum`, which is as it was.
         """
         rows = np.empty(count, np.int32)
-        taken = _alloc(self._words, self._freed, self._counts, rows)
+        taken = _alloc(self.words, self._freed, self._counts, rows)
         self.pins[rows[:taken]] = 0
         used = self._counts.item(_FRESH)
         for backing in self._backing:
@@ -151,7 +152,7 @@ class BlockTable:
     def free(self, rows: Rows) -> None:
         """Give rows ([n] int32) back; their keys must be out of the page table. Raises ValueError for a row that is
         not in use; those before it are free then."""
-        done = _free(self._words, self._freed, self._counts, rows)
+        done = _free(self.words, self._freed, self._counts, rows)
         if done < rows.size:
             raise ValueError(f"row {rows[done]} is not in use; {len(self)} rows of {self.capacity} are")
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.core.keys import Keys
+from kvtierd.index import slot_steps
 from kvtierd.index.block_table import BlockTable
 from kvtierd.index.page_table import PageTable
 from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME
@@ -135,6 +136,19 @@ class Blocks:
         """The blocks had a copy in a tier and have none there any more."""
         self.table.flags[rows] &= np.uint8(~tier & 0xFF)
         self.copies[tier] -= rows.size
+
+    def unplace(self, rows: Rows, tier: int) -> tuple[Rows, Rows]:
+        """Blocks had a copy in host or gpu and have none any more: its slots, and rows that have none anywhere now.
+
+        Rows that are gone already are not among the latter.
+        """
+        slots, bare = np.empty(rows.size, np.int32), np.empty(rows.size, np.int32)
+        word = slot_steps.HOST_SLOT if tier == TIER_HOST else slot_steps.GPU_SLOT
+        found = slot_steps.drop_copies(
+            self.table.words, self.table.octets, word, tier, RESIDENT | GONE, rows, slots, bare
+        )
+        self.copies[tier] -= rows.size
+        return slots, bare[:found]
 
     def hide(self, rows: Rows) -> None:
         """Take rows out of the page table; they exist on for whoever still works with them."""

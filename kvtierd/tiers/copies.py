@@ -13,7 +13,7 @@ import numpy as np
 
 from kvtierd.core.clock import Clock
 from kvtierd.core.units import PAGE_BYTES
-from kvtierd.gpu.slot_pool import NO_SLOT, SlotClass, Slots
+from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME, TIERS, Tier
 from kvtierd.storage.interface import Extent
 from kvtierd.storage.layout import block_header_bytes
@@ -56,6 +56,8 @@ class Copies:
         self.shapes = Shapes(blocks, host, self.namespaces)
         mine = [name for name, row in METRICS.items() if row.kind == "counter" and not name.startswith("server_")]
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(mine, 0))
+        self._only_host = True
+        """No block has been in another tier yet, so no policy has to know of copies there."""
         self.dead_extents: list[tuple[bytes, bytes, Extent]] = []
         """Extents of forgotten blocks that wait for their tombstones."""
 
@@ -79,6 +81,7 @@ class Copies:
     def add_gpu(self, cls: SlotClass, rows: Rows, slots: Slots) -> None:
         """Filled gpu slots become copies of rows."""
         assert self.gpu is not None
+        self._only_host = False
         self.blocks.table.gpu_slot[rows] = slots
         self.blocks.mark(rows, TIER_GPU)
         self.gpu.settle(cls, slots, rows)
@@ -92,6 +95,7 @@ class Copies:
         rows = np.array([row], np.int32)
         self.blocks.unmark_as(rows, READ_BACK)
         self.blocks.mark(rows, TIER_NVME)
+        self._only_host = False
 
     def drop_host(self, cls: SlotClass, rows: Rows) -> None:
         """Drop host copies; blocks without another copy are forgotten."""
@@ -99,7 +103,7 @@ class Copies:
         if ahead.any():
             self.counters["prefetch_wasted_blocks"] += int(ahead.sum())
             self.blocks.unmark_as(rows[ahead], PREFETCHED)
-        self._drop_slots(self.host, cls, rows, self.blocks.table.host_slot, TIER_HOST)
+        self._drop_slots(self.host, cls, rows, TIER_HOST)
 
     def drop_scattered(self, rows: Rows) -> None:
         """Drop the extents that blocks lie in; blocks without another copy are forgotten."""
@@ -109,7 +113,7 @@ class Copies:
     def drop_gpu(self, cls: SlotClass, rows: Rows) -> None:
         """Drop gpu copies; blocks without another copy are forgotten."""
         assert self.gpu is not None
-        self._drop_slots(self.gpu, cls, rows, self.blocks.table.gpu_slot, TIER_GPU)
+        self._drop_slots(self.gpu, cls, rows, TIER_GPU)
 
     def drop_nvme(self, rows: Rows) -> None:
         """Extents are gone or no longer wanted; blocks without another copy are forgotten."""
@@ -189,6 +193,8 @@ class Copies:
 
     def _tell_copied(self, rows: Rows) -> None:
         """Copies of these rows came or went: tell each tier which of its blocks are elsewhere too."""
+        if self._only_host:
+            return
         mask = self.blocks.residency(rows)
         table = self.blocks.table
         self.shapes.tell_copied(rows)
@@ -201,23 +207,23 @@ class Copies:
                 if (told := slots[more == elsewhere]).size:
                     tier.copied(told, elsewhere=elsewhere)
 
-    def _drop_slots(self, tier: SlotTier, cls: SlotClass, rows: Rows, column: Slots, bit: int) -> None:
+    def _drop_slots(self, tier: SlotTier, cls: SlotClass, rows: Rows, bit: int) -> None:
         if tier is self.host:
             rows, gone = self.shapes.evicted(rows)
             if gone.size:
                 self.counters["host_lost_blocks"] += int((self.blocks.residency(gone) == 0).sum())
                 self._tell_copied(gone)
                 self._forget_bare(gone)
-        slots = column[rows]
-        column[rows] = NO_SLOT
-        self.blocks.unmark(rows, bit)
+        slots, bare = self.blocks.unplace(rows, bit)
         tier.disown(cls, slots)
         self._tell_copied(rows)
-        self._forget_bare(rows)
+        self._forget(bare)
 
     def _forget_bare(self, rows: Rows) -> None:
         flags = self.blocks.table.flags[rows]
-        bare = rows[flags & (RESIDENT | GONE) == 0]
+        self._forget(rows[flags & (RESIDENT | GONE) == 0])
+
+    def _forget(self, bare: Rows) -> None:
         if bare.size:
             if self.events is not None:
                 self.events.removed([key.tobytes() for key in self.blocks.table.key[bare]], "host")

@@ -124,7 +124,8 @@ class HostTier(SlotTier):
         """Put slots back; their generation moves on first, so that a late reader sees that they changed hands."""
         self._generation[slots] += np.uint64(1)
         slabs, indices = self.pool.slabs_of(slots), self.pool.indices(slots)
-        for slab in np.unique(slabs).tolist():
+        first = slabs.item(0)
+        for slab in (first,) if np.count_nonzero(slabs == first) == slabs.size else np.unique(slabs).tolist():
             cut, mine = self._cut(slab), slabs == slab
             cut.table.generations[cut.first + indices[mine]] = self._generation[slots[mine]]
         super().free(cls, slots)

@@ -6,12 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.core.checksum import Sums
-from kvtierd.gpu.slot_pool import NO_SLOT, SlotClass, SlotPool, Slots
+from kvtierd.gpu.slot_pool import NO_SLOT, ORPHAN, SlotClass, SlotPool, Slots
+from kvtierd.index import slot_steps
 from kvtierd.policy.eviction import EvictionPolicy
 from kvtierd.policy.returns import Usage
-
-ORPHAN = -2
-"""In the pool's `row` column: the slot's block is gone or never came; the slot is freed when its last hold ends."""
 
 MAX_SCAN = 4096
 """Slots that one search for victims looks at: bounds its time, whatever is held."""
@@ -91,20 +89,18 @@ class SlotTier:
     def disown(self, cls: SlotClass, slots: Slots) -> None:
         """Slots that had rows have none any more: free now where nobody holds them, else with the last hold."""
         self.policy.removed(cls.id, slots)
-        self.pool.row[slots] = ORPHAN
-        idle = slots[self.pool.holds[slots] == 0]
-        if idle.size:
-            self.free(cls, idle)
+        idle = np.empty(slots.size, np.int32)
+        found = slot_steps.disown(self.pool.holds, self.pool.row, ORPHAN, slots, idle)
+        if found:
+            self.free(cls, idle[:found])
 
     def release(self, cls: SlotClass, slots: Slots) -> None:
         """End one hold of each slot, and free orphans that nobody holds any more."""
-        pool = self.pool
-        pool.unhold(slots)
-        ended = slots[(pool.holds[slots] == 0) & (pool.row[slots] == ORPHAN)]
+        ended = self.pool.unhold(slots)
         if ended.size:
             # Of slots that were reserved and never filled the policy was told already.
             self.policy.removed(cls.id, ended)
-            self.free(cls, np.unique(ended))
+            self.free(cls, ended)
 
     def free(self, cls: SlotClass, slots: Slots) -> None:
         """Put unheld slots back."""

@@ -271,8 +271,8 @@ class Writes:
         which = self._which(reservation, request.index)
         sums = sums_of(frames[0], which.size, reservation.entry.geometry.layers, "layer sums")
         totals = sums_of(frames[1], which.size, 1, "block sums")[:, 0]
-        for i in range(which.size):
-            if block_sum(sums[i]) != int(totals[i]):
+        for i, total in enumerate(totals.tolist()):
+            if block_sum(sums[i]) != total:
                 raise RequestError(
                     ErrorCode.CHECKSUM_MISMATCH, f"block {int(which[i])}: its layer sums do not hash to its block sum"
                 )
