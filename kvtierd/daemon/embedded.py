@@ -20,7 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 240.0
+"""Compiling kernels takes a minute or two where `kvtierctl precompile` has not run."""
 STOP_TIMEOUT_S = 60.0
 _RUNTIME_BYTES = 80
 """Longest runtime folder that leaves room for a tenant and a socket in the kernel's 107 bytes of an ipc path."""
