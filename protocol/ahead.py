@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
+import msgspec
+
 from kvtierd.core.keys import Keys
 from kvtierd.protocol.asking import Begun, Plan
 from kvtierd.protocol.grants import Build, Granted, Leased, reserve_request
+from kvtierd.protocol.messages import Acquire, AnyRequest, Reserve
 from kvtierd.protocol.results import NamespaceHandle
 from kvtierd.protocol.slots import SlotPlans
 
@@ -34,7 +37,12 @@ class _Ahead(Generic[T]):
         for at in range(self._at, min(self._at + ahead, len(self._pieces))):
             if at not in self._begun:
                 self._begun[at] = None  # where this fails it is not tried again: whoever takes the batch asks for it
-                self._begun[at] = yield from self._plans.begin(self._handle, self._build, self._pieces[at], deadline_ns)
+                build = self._build_at(at)
+                self._begun[at] = yield from self._plans.begin(self._handle, build, self._pieces[at], deadline_ns)
+
+    def _build_at(self, at: int) -> Build:
+        """The request for a piece, which tells what comes before it."""
+        return behind(self._build, self._pieces[at - 1][-1].tobytes()) if at else self._build
 
     def _next(self) -> tuple[Keys, Begun | None]:
         at = self._at
@@ -58,6 +66,17 @@ class _Ahead(Generic[T]):
                 self._plans.let_go(begun)
 
 
+def behind(build: Build, parent: bytes) -> Build:
+    """The same request for keys that come after the block with this key."""
+
+    def made(numbers: list[int]) -> AnyRequest:
+        request = build(numbers)
+        assert isinstance(request, Acquire | Reserve)
+        return msgspec.structs.replace(request, parent=parent)
+
+    return made
+
+
 class Leases(_Ahead[Leased]):
     """Leases on the leading run of present blocks, batch by batch."""
 
@@ -65,8 +84,9 @@ class Leases(_Ahead[Leased]):
         """The next lease, or None behind the last block of the run."""
         if self._at == len(self._pieces):
             return None
+        build = self._build_at(self._at)
         piece, begun = self._next()
-        leased = yield from self._plans.acquire(self._handle, piece, self._build, deadline_ns, begun)
+        leased = yield from self._plans.acquire(self._handle, piece, build, deadline_ns, begun)
         try:
             if leased.count < len(piece):
                 yield from self.drop()  # a batch that is not whole ends the run

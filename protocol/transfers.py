@@ -48,7 +48,8 @@ class Transfers:
                 if ahead is not None:
                     done = yield from self._store_arena(ahead, handle, blocks[part], deadline_ns)
                 else:
-                    done = yield from self._put(handle, flat[part], blocks[part], deadline_ns)
+                    parent = flat[begin - 1].tobytes() if begin else b""
+                    done = yield from self._put(handle, flat[part], blocks[part], parent, deadline_ns)
                 if done is None:
                     break
                 stored += done[0]
@@ -89,12 +90,12 @@ class Transfers:
         return reply.committed, existed + reply.existed
 
     def _put(
-        self, handle: NamespaceHandle, keys: Keys, blocks: Sequence[Bytes], deadline_ns: int
+        self, handle: NamespaceHandle, keys: Keys, blocks: Sequence[Bytes], parent: bytes, deadline_ns: int
     ) -> Plan[tuple[int, int] | None]:
         sums = yield Work(lambda: self._copier.sum_packed(blocks, handle.geometry))
         frames = [as_frame(keys), raw(block_sums(sums)), *(block.data for block in blocks)]
         received = yield from self._asking.request(
-            [handle], lambda numbers: Put(id=0, namespace=numbers[0]), frames, deadline_ns
+            [handle], lambda numbers: Put(id=0, namespace=numbers[0], parent=parent), frames, deadline_ns
         )
         reply = self._asking.accept(received, PutReply)
         if reply is None:
@@ -124,7 +125,8 @@ class Transfers:
                 if ahead is not None:
                     got = yield from self._fetch_arena(ahead, handle, room, verify=verify, deadline_ns=deadline_ns)
                 else:
-                    got = yield from self._get(handle, piece, room, verify=verify, deadline_ns=deadline_ns)
+                    parent = flat[count - 1].tobytes() if count else b""
+                    got = yield from self._get(handle, piece, room, parent, verify=verify, deadline_ns=deadline_ns)
                 blocks, masks, whole = got
                 if not len(masks):
                     break
@@ -157,10 +159,13 @@ class Transfers:
         return out[:good], lease.sources[:good], good == lease.count
 
     def _get(
-        self, handle: NamespaceHandle, keys: Keys, out: Bytes | None, *, verify: bool, deadline_ns: int
+        self, handle: NamespaceHandle, keys: Keys, out: Bytes | None, parent: bytes, *, verify: bool, deadline_ns: int
     ) -> Plan[tuple[Bytes, Masks, bool]]:
         received = yield from self._asking.request(
-            [handle], lambda numbers: Get(id=0, namespace=numbers[0]), (as_frame(keys),), deadline_ns
+            [handle],
+            lambda numbers: Get(id=0, namespace=numbers[0], parent=parent),
+            (as_frame(keys),),
+            deadline_ns,
         )
         reply = self._asking.accept(received, GetReply)
         geometry = handle.geometry

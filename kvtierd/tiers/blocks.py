@@ -100,7 +100,8 @@ class Blocks:
     def link_behind(self, parent: Keys | None, namespace: int, rows: Rows) -> None:
         """As `link`, with the block before the first, key [1, 32], where the client told it."""
         if parent is not None:
-            rows = np.concatenate([np.array([self.row_of(parent, namespace)], np.int32), rows])
+            # It may be being written still: a client reserves a later part while it fills the one before.
+            rows = np.concatenate([self.pages.lookup(parent, namespace), rows])
         self.link(rows)
 
     def residency(self, rows: Rows) -> npt.NDArray[np.uint8]:
