@@ -14,6 +14,7 @@ from kvtierd.core.keys import Keys, as_keys
 from kvtierd.core.namespace import Namespace
 from kvtierd.protocol.ahead import Leases, Reservations
 from kvtierd.protocol.aio_driver import AsyncDriver
+from kvtierd.protocol.aio_parts import AsyncParts
 from kvtierd.protocol.asking import Asking
 from kvtierd.protocol.client import BATCH, TIMEOUT_S, TRANSFER_TIMEOUT_S
 from kvtierd.protocol.connection import Connection
@@ -28,7 +29,7 @@ from kvtierd.protocol.slots import SlotPlans
 from kvtierd.protocol.transfers import Transfers, as_blocks
 
 
-class AsyncClient:
+class AsyncClient(AsyncParts):
     """A connection to kvtierd for one event loop; arguments, results and errors are those of `Client`.
 
     Operations run side by side; cancelling one gives back what it holds, after a copy that was under way has ended.

@@ -19,7 +19,8 @@ from kvtierd.protocol.copying import Copier, default_threads
 from kvtierd.protocol.endpoint import default_endpoint
 from kvtierd.protocol.grants import acquire_request
 from kvtierd.protocol.holds import Lease, Reservation, check_out
-from kvtierd.protocol.messages import AnyRequest, Delete, Pin, Prefetch, Tier, Unpin
+from kvtierd.protocol.messages import AnyRequest, Delete, Pin, Prefetch, Reshape, Tier, Unpin
+from kvtierd.protocol.part_lease import Part, fetch_part
 from kvtierd.protocol.queries import Queries
 from kvtierd.protocol.results import Fetched, Hit, NamespaceHandle, Stored
 from kvtierd.protocol.slots import SlotPlans
@@ -187,6 +188,38 @@ class Client:
         deadline_ns = self._transfer_ns(timeout_s)
         plan = self._slots.acquire(namespace, keys, acquire_request(ttl_ms=ttl_ms, verify=verify), deadline_ns)
         return Lease(self._driver, self._slots, namespace, self._driver.run(plan))
+
+    def fetch_part(
+        self,
+        namespace: NamespaceHandle,
+        keys: Keys,
+        begin: int,
+        end: int,
+        *,
+        verify: bool = True,
+        timeout_s: float | None = None,
+    ) -> Part:
+        """Copy tokens begin..end-1 of the leading run, counted from the first key, through the arena.
+
+        Nothing where there is no arena. The daemon counts which parts of blocks are read so, and keeps those apart.
+        Raises RequestError for tokens outside the keys, and for blocks that have no parts.
+        """
+        plan = fetch_part(
+            self._slots, namespace, keys, begin, end, verify=verify, deadline_ns=self._transfer_ns(timeout_s)
+        )
+        return self._driver.run(plan)
+
+    def reshape(
+        self, namespace: NamespaceHandle, keys: Keys, parts: Sequence[int], *, timeout_s: float | None = None
+    ) -> int:
+        """Have blocks lie in host in extents of `parts` tokens (64 to 512 in steps of 64), a part of one block each or
+        several whole ones; how many blocks do then, all or none. Keys, and what is read under them, stay the same."""
+        deadline_ns = self._transfer_ns(timeout_s)
+
+        def build(number: int) -> AnyRequest:
+            return Reshape(id=0, namespace=number, parts=list(parts))
+
+        return self._driver.run(self._queries.count(namespace, build, keys, deadline_ns))
 
     def leases(
         self,

@@ -11,13 +11,18 @@ import numpy as np
 
 from kvtierd.core.checksum import Bytes, Sums
 from kvtierd.core.errors import KvtierdError
+from kvtierd.core.geometry import Geometry
+from kvtierd.core.token_spans import of_tokens
 from kvtierd.protocol.arena import MappedChunk
-from kvtierd.protocol.messages import SLOT_DTYPE, Acquire, AnyRequest, Reserve
+from kvtierd.protocol.messages import SLOT_DTYPE, SPAN_DTYPE, Acquire, AcquirePart, AnyRequest, Reserve
 from kvtierd.protocol.results import Masks
 
 Slots = np.ndarray[Any, np.dtype[np.void]]
 """Slot descriptors: [n] of SLOT_DTYPE."""
 
+
+Spans = np.ndarray[Any, np.dtype[np.void]]
+"""Spans: [n] of SPAN_DTYPE."""
 
 Build = Callable[[list[int]], AnyRequest]
 """Makes a request from the number of its namespace."""
@@ -31,6 +36,11 @@ def reserve_request(numbers: list[int]) -> AnyRequest:
 def acquire_request(*, ttl_ms: int = 0, verify: bool = False) -> Build:
     """Acquire with these options."""
     return lambda numbers: Acquire(id=0, namespace=numbers[0], ttl_ms=ttl_ms, verify=verify)
+
+
+def part_request(begin: int, end: int, *, ttl_ms: int = 0) -> Build:
+    """AcquirePart of these tokens."""
+    return lambda numbers: AcquirePart(id=0, namespace=numbers[0], begin=begin, end=end, ttl_ms=ttl_ms)
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,6 +64,8 @@ class Leased:
     views: list[Bytes]
     chunks: list[MappedChunk]
     sums: Sums
+    spans: Spans | None = None
+    """Of a lease on parts: what is to be read from each extent. Then `count`, `views` and `sums` are of extents."""
 
     @property
     def sources(self) -> Masks:
@@ -84,6 +96,26 @@ def sums_of(frames: Sequence[memoryview], position: int, count: int, layers: int
     if len(frames) <= position or frames[position].nbytes != count * layers * 8:
         raise KvtierdError(f"the daemon sent no layer sums of {count} blocks with {layers} layers")
     return np.frombuffer(frames[position], "<u8").reshape(count, layers)
+
+
+def spans_of(frames: Sequence[memoryview], count: int) -> Spans | None:
+    """Spans [count] of a lease on parts in the third frame, None where there is none. Raises KvtierdError for a length
+    that is wrong."""
+    if len(frames) < 3:
+        return None
+    if frames[2].nbytes != count * SPAN_DTYPE.itemsize:
+        raise KvtierdError(f"the daemon sent {frames[2].nbytes} bytes of spans of {count} extents")
+    return np.frombuffer(frames[2], SPAN_DTYPE)
+
+
+def sizes_of(spans: Spans | None, geometry: Geometry, count: int) -> list[int]:
+    """Bytes of the slot of each extent. Raises KvtierdError for a span that is not within its extent."""
+    if spans is None:
+        return [geometry.slot_bytes] * count
+    wrong = spans["first"].astype(np.int64) + spans["count"] > spans["tokens"]
+    if wrong.any():
+        raise KvtierdError(f"the daemon sent a span outside its extent: {spans[wrong][0]}")
+    return [of_tokens(geometry, tokens).slot_bytes for tokens in spans["tokens"].tolist()]
 
 
 def leading(got: Sums, wanted: Sums) -> int:

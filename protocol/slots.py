@@ -23,6 +23,8 @@ from kvtierd.protocol.grants import (
     granted_views,
     leading,
     reserve_request,
+    sizes_of,
+    spans_of,
     sums_of,
 )
 from kvtierd.protocol.messages import (
@@ -83,18 +85,20 @@ class SlotPlans:
             return False
         return (yield from self._attached(deadline_ns))
 
-    def _views(self, slots: Slots, nbytes: int, deadline_ns: int) -> Plan[tuple[list[Bytes], list[MappedChunk]]]:
+    def _views(
+        self, slots: Slots, nbytes: Sequence[int], deadline_ns: int
+    ) -> Plan[tuple[list[Bytes], list[MappedChunk]]]:
         """Map what the descriptors name. Raises ArenaError."""
         arena = self._arena
         if arena is None:
             raise ArenaError("the arena was detached meanwhile")
         views, chunks = [], []
-        for number, offset in zip(slots["chunk"].tolist(), slots["offset"].tolist(), strict=True):
+        for number, offset, size in zip(slots["chunk"].tolist(), slots["offset"].tolist(), nbytes, strict=True):
             chunk = arena.chunk(number)
             if chunk is None:
                 chunk = yield Work(functools.partial(arena.map, number, deadline_ns))
             chunks.append(chunk)
-            views.append(chunk.view(offset, nbytes))
+            views.append(chunk.view(offset, size))
         return views, chunks
 
     def close(self) -> None:
@@ -151,7 +155,8 @@ class SlotPlans:
         status = slots["status"].copy()
         granted = np.flatnonzero(status == SLOT_GRANTED)
         try:
-            views, _ = yield from self._views(slots[granted], handle.geometry.slot_bytes, deadline_ns)
+            sizes = sizes_of(None, handle.geometry, granted.size)
+            views, _ = yield from self._views(slots[granted], sizes, deadline_ns)
         except ArenaError:
             self._counters["arena_errors"] += 1
             self.abort(reply.reservation, session_no)
@@ -246,16 +251,16 @@ class SlotPlans:
             return self._no_lease(handle)
         session_no, layers = received[2], handle.geometry.layers
         slots = descriptors(received[1], reply.count)
-        sums = sums_of(received[1], 1, reply.count, layers)
+        sums, spans = sums_of(received[1], 1, reply.count, layers), spans_of(received[1], reply.count)
         try:
-            views, chunks = yield from self._views(slots, handle.geometry.slot_bytes, deadline_ns)
+            views, chunks = yield from self._views(slots, sizes_of(spans, handle.geometry, reply.count), deadline_ns)
         except ArenaError:
             self._counters["arena_errors"] += 1
             self.release(reply.lease, session_no)
             return self._no_lease(handle)
         for view in views:
             view.flags.writeable = False
-        return Leased(reply.lease, session_no, reply.count, slots, views, chunks, sums)
+        return Leased(reply.lease, session_no, reply.count, slots, views, chunks, sums, spans)
 
     def _no_lease(self, handle: NamespaceHandle) -> Leased:
         sums = np.empty((0, handle.geometry.layers), np.uint64)
