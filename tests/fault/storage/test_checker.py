@@ -15,8 +15,9 @@ from kvtierd.storage import superblock
 from kvtierd.storage.checker import Report, Verdict, check_store
 from kvtierd.storage.superblock import Superblock
 from tests.fault.storage.test_damage import FIRST, RECORD, flip
-from tests.unit.storage.blocks import by_key, forget_index, known, opened, put, readable, run
+from tests.unit.storage.blocks import ON_A_MODEL, by_key, forget_index, known, opened, put, readable, run
 
+pytestmark = ON_A_MODEL
 FIELDS = {"capacity": 600 * KIB, "segment_bytes": 100 * KIB}
 COUNT = 12
 

@@ -16,9 +16,10 @@ from kvtierd.core.units import KIB, MIB
 from kvtierd.storage import Extent, SegmentStore, health
 from kvtierd.testing.faulty_io import Call, Fault, FaultyIo
 from kvtierd.testing.memory_disk import MemoryDisk, MemoryIo
-from tests.unit.storage.blocks import Block, by_key, known, opened, put, readable, run
+from tests.unit.storage.blocks import ON_A_MODEL, Block, by_key, known, opened, put, readable, run
 from tests.unit.storage.conftest import Mounter
 
+pytestmark = ON_A_MODEL
 WRITING = {
     "create", "write", "sync", "sync_directory", "punch", "create_small", "append_small", "sync_small", "replace_small",
 }  # fmt: skip

@@ -14,8 +14,9 @@ from kvtierd.core.units import KIB
 from kvtierd.storage import Extent, SegmentStore
 from kvtierd.testing.faulty_io import Call, Fault, FaultyIo, fail_call
 from kvtierd.testing.memory_disk import MemoryDisk, MemoryIo
-from tests.unit.storage.blocks import Block, by_key, known, readable, run, settings
+from tests.unit.storage.blocks import ON_A_MODEL, Block, by_key, known, readable, run, settings
 
+pytestmark = ON_A_MODEL
 TINY = {"capacity": 380 * KIB, "segment_bytes": 80 * KIB, "io_threads": 1}
 
 FAULTS = {

@@ -18,8 +18,9 @@ import pytest
 
 from kvtierd.storage.checker import Verdict, check_store
 from tests.fault.storage.killed_process import FIELDS
-from tests.unit.storage.blocks import Block, by_key, forget_index, opened, readable, run
+from tests.unit.storage.blocks import ON_A_MODEL, Block, by_key, forget_index, opened, readable, run
 
+pytestmark = ON_A_MODEL
 ROUND_NUMBERS = 100_000
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pytest
 
 from kvtierd.config.schema import Nvme
 from kvtierd.core.checksum import Bytes, block_sum, layer_sums
@@ -82,6 +83,9 @@ def memory(size: int, *, aligned: bool = True) -> Bytes:
 
 ENGINE = os.environ.get("KVTIERD_TEST_ENGINE", "posix")
 """Engine of every test that injects none; the integration tests run all of them once more with kvikio."""
+
+
+ON_A_MODEL = pytest.mark.skipif(ENGINE != "posix", reason="a model of a disk stands for every engine: once is enough")
 
 
 def engine(wanted: Literal["auto", "direct", "buffered"] = "auto") -> StorageIo:
