@@ -82,7 +82,7 @@ kernels: $(DEV) ## Compile every CUDA kernel for every architecture; registers a
 	@$(BIN)/kvtierctl kernels
 
 test-system: $(DEV) ## Boot a real systemd, as root, and run the service in it
-	@./.ci/debian-packages systemd
+	@./.ci/debian-packages systemd chromium-headless-shell
 	@$(BIN)/python -m pytest tests/system $(PYTEST_ARGS)
 
 docs: $(DEV) ## Write what is generated: the reference configuration and the list of metrics

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from pathlib import Path
@@ -26,6 +27,8 @@ HEAD_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 32
 METHODS = frozenset({"GET", "HEAD", "POST"})
 SOCKET_MODE = 0o600
+LOCAL = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?")
+"""Hosts that a request may name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -152,7 +155,7 @@ class HttpServer:
 
 
 def parse(head: bytes) -> Asked:
-    """Read a request line; headers are ignored, but a body is not taken. Raises BadRequestError."""
+    """Read a request line; of the headers only the host matters, and that no body comes. Raises BadRequestError."""
     lines = head.split(b"\r\n")
     try:
         method, target, version = lines[0].decode("ascii").split(" ")
@@ -166,6 +169,9 @@ def parse(head: bytes) -> Asked:
         raise BadRequestError(HTTPStatus.BAD_REQUEST, "the target must be a path")
     for line in lines[1:]:
         name, _, value = line.partition(b":")
+        if name.lower() == b"host" and not LOCAL.fullmatch(value.strip()):
+            # A website whose name was made to lead here (DNS rebinding) could read these pages in a browser.
+            raise BadRequestError(HTTPStatus.MISDIRECTED_REQUEST, "ask by a name of this machine, such as localhost")
         if name.lower() in {b"content-length", b"transfer-encoding"} and value.strip() != b"0":
             raise BadRequestError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "no request here has a body")
     parts = urlsplit(target)
@@ -189,6 +195,9 @@ def _encode(page: Page, *, head: bool) -> bytes:
         f"Content-Length: {len(page.body)}",
         "Cache-Control: no-store",
         "X-Content-Type-Options: nosniff",
+        # Pages are whole in themselves: whatever else one asks for was not put there by us.
+        "Content-Security-Policy: default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+        "connect-src 'self'; frame-ancestors 'none'",
         "Connection: close",
     )
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + (b"" if head else page.body)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from kvtierd.daemon import live
 from kvtierd.daemon.census import Census
 from kvtierd.daemon.families import ABSENCE_SECONDS, BLOCK_STATES, REQUEST_SECONDS, collect
 from kvtierd.daemon.http import Asked, Handler, Page
@@ -68,6 +69,8 @@ class Pages:
             ("GET", "/metrics"): self.metrics,
             ("GET", "/healthz"): self.healthz,
             ("GET", "/readyz"): self.readyz,
+            ("GET", "/"): self.live,
+            ("GET", "/live.json"): self.live_numbers,
         }
 
     def operators(self) -> Mapping[tuple[str, str], Handler]:
@@ -103,6 +106,16 @@ class Pages:
     async def readyz(self, _asked: Asked) -> Page:
         """200 while clients are served."""
         return _starting() if self.viewed is None else _verdict(self.viewed.unready())
+
+    async def live(self, _asked: Asked) -> Page:
+        """The live page."""
+        return Page(live.page(), "text/html; charset=utf-8")
+
+    async def live_numbers(self, _asked: Asked) -> Page:
+        """What it shows."""
+        if self.viewed is None:
+            return _starting()
+        return _json(live.snapshot(self.viewed, await asyncio.to_thread(self.viewed.census)))
 
     async def info(self, asked: Asked) -> Page:
         """Statistics by section."""

@@ -70,11 +70,14 @@ def serving(scenario: Callable[[HttpServer], Awaitable[None]]) -> None:
         ("GET /hello?" + "&".join("a=1" for _ in range(20)) + " HTTP/1.1", "400 Bad Request", None),
         ("GET /hello HTTP/1.1\r\nContent-Length: 5", "413 Request Entity Too Large", b"no request here has a body\n"),
         ("GET /hello HTTP/1.1\r\nContent-Length: 0", "200 OK", b"hello "),
+        ("GET /hello HTTP/1.1\r\nhost: [::1]:9464", "200 OK", b"hello "),
+        ("GET /hello HTTP/1.1\r\nHost: evil.example", "421 Misdirected Request", None),
+        ("GET /hello HTTP/1.1\r\nHost: localhost.evil.example", "421 Misdirected Request", None),
     ],
 )
 def test_answers(request_line: str, status: str, body: bytes | None) -> None:
     async def scenario(server: HttpServer) -> None:
-        found, data = await _ask(server.port, request_line.encode("latin-1") + b"\r\nHost: x\r\n\r\n")
+        found, data = await _ask(server.port, request_line.encode("latin-1") + b"\r\nHost: localhost:1\r\n\r\n")
         assert found == f"HTTP/1.1 {status}"
         assert body is None or data == body
 

@@ -49,8 +49,18 @@ def test_wheel_holds_every_module_as_a_real_file(built: Built) -> None:
     assert not [info.filename for info in infos if (info.external_attr >> 16) & 0o170000 == 0o120000]
 
 
-@pytest.mark.parametrize("name", ["py.typed", "storage/FORMAT.md", "protocol/SPEC.md", "protocol/golden.json"])
-def test_wheel_holds_what_a_client_in_another_language_reads(built: Built, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "py.typed",
+        "storage/FORMAT.md",
+        "protocol/SPEC.md",
+        "protocol/golden.json",
+        "daemon/live.html",
+        *(f"systemd/{path.name}" for path in sorted((ROOT / "systemd").iterdir()) if path.is_file()),
+    ],
+)
+def test_wheel_holds_every_file_that_is_read_from_it(built: Built, name: str) -> None:
     with zipfile.ZipFile(built.wheel) as archive:
         assert archive.read(f"kvtierd/{name}") == (ROOT / "kvtierd" / name).read_bytes()
 

@@ -1,0 +1,96 @@
+"""What the live page shows, as one JSON object; the page itself is live.html beside this file.
+
+It is for anybody on the machine, so it names no model, client or tenant: namespaces are the beginnings of their
+digests, which `kvtierctl namespaces` explains to operators.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from kvtierd.daemon.census import Census
+from kvtierd.daemon.requests import RequestLog
+
+TIERS = ("gpu", "host", "nvme")
+FLOWS = {
+    "client>host": "committed_bytes",
+    "host>client": "host_to_client_moved_bytes",
+    "host>nvme": "nvme_stored_bytes",
+    "nvme>host": "nvme_read_bytes",
+    "host>gpu": "host_to_gpu_moved_bytes",
+    "gpu>host": "gpu_to_host_moved_bytes",
+}
+"""Ways that bytes take, and the counter of each."""
+NAMESPACES = 8
+SLOW = 12
+DIGEST_DIGITS = 16
+_SLOW_FIELDS = ("time", "what", "ms", "blocks", "outcome")
+
+
+class Shown(Protocol):
+    """What the page shows of a daemon."""
+
+    requests: RequestLog
+
+    def state(self) -> Mapping[str, Any]:
+        """Every statistic by name."""
+        ...
+
+    def status(self) -> str:
+        """One line: what it does."""
+        ...
+
+    def namespaces(self, census: Census) -> list[dict[str, Any]]:
+        """Every namespace with its blocks."""
+        ...
+
+
+@functools.cache
+def page() -> bytes:
+    """The page: one file, nothing else is loaded."""
+    return (importlib.resources.files("kvtierd.daemon") / "live.html").read_bytes()
+
+
+def snapshot(shown: Shown, census: Census) -> dict[str, Any]:
+    """The numbers of this moment; counters are totals, rates are the page's to compute."""
+    stats = shown.state()
+    largest = sorted(shown.namespaces(census), key=lambda entry: entry["bytes"], reverse=True)[:NAMESPACES]
+    slow, _, _ = shown.requests.slow_since(0)
+    return {
+        "clock_s": time.monotonic(),
+        "status": shown.status().partition(" on ipc:")[0],
+        "version": stats.get("daemon_version", ""),
+        "mode": stats.get("nvme_mode", "none"),
+        "clients": stats.get("server_sessions", 0),
+        "tiers": {
+            tier: {what: stats.get(f"{tier}_{what}", 0) for what in ("capacity_bytes", "used_bytes", "blocks")}
+            for tier in TIERS
+        },
+        "dirty_blocks": census.states()["host", "dirty"],
+        "queue_bytes": stats.get("write_queue_bytes", 0),
+        "flows": {flow: stats.get(name, 0) for flow, name in FLOWS.items()},
+        "asked_tokens": stats.get("lookup_tokens", 0),
+        "hit_tokens": {tier: stats.get(f"hit_{tier}_tokens", 0) for tier in TIERS},
+        "evicted": {tier: stats.get(f"{tier}_evicted_blocks", 0) for tier in ("gpu", "host")},
+        "requests": {
+            name: {"count": histogram.count, "p50_s": _finite(histogram.quantile(0.5)),
+                   "p99_s": _finite(histogram.quantile(0.99))}
+            for name, histogram in sorted(shown.requests.seconds.items())
+        },
+        "errors": {name: n for name, n in stats.items() if name.startswith("server_errors_") and n},
+        "namespaces": [
+            {"digest": entry["digest"][:DIGEST_DIGITS], "blocks": entry["blocks"], "bytes": entry["bytes"]}
+            for entry in largest
+        ],
+        "slow_ms": shown.requests.slow_ms,
+        "slow": [{name: entry[name] for name in _SLOW_FIELDS} for entry in slow[-SLOW:]],
+    }  # fmt: skip
+
+
+def _finite(seconds: float) -> float | None:
+    """JSON has no word for infinity."""
+    return seconds if seconds < float("inf") else None
