@@ -262,9 +262,9 @@ _HEAD = """\
 # Metrics
 
 `http://127.0.0.1:9464/metrics` (`metrics.listen`) in Prometheus' text format; `/healthz` is 200 while the loop and the
-threads get on, `/readyz` while clients are served, and `/` is a page for people. Counters start at 0 with the process. This file is made of
-`kvtierd/daemon/families.py`, and a test compares the two. Dashboard and alert rules: `systemd/grafana.json`,
-`systemd/alerts.yaml`.
+threads get on, `/readyz` while clients are served, and `/` is a page for people. Counters start at 0 with the process.
+This file is made of `kvtierd/daemon/families.py`, and a test compares the two. Dashboard and alert rules:
+`systemd/grafana.json`, `systemd/alerts.yaml`.
 
 | metric | type | unit | labels | meaning |
 |---|---|---|---|---|"""
