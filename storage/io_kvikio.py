@@ -21,6 +21,7 @@ from kvtierd.storage.interface import IoMode
 from kvtierd.storage.io import Space, compare_transfers
 from kvtierd.storage.io_posix import PROBE_NAME, PosixIo, discard, make_allocated
 from kvtierd.storage.kvikio_trial import Trial, Verdict, run_trial
+from kvtierd.storage.punch import punch_and_claim
 
 TASK_BYTES = 4 * MIB
 PROBE_BYTES = 2 * PAGE_BYTES
@@ -83,6 +84,10 @@ class KvikioFile:
     def write(self, buffers: Sequence[Bytes], offset: int) -> int:
         """Write all buffers at once."""
         return _transfer(self._file.pwrite, buffers, offset, None)
+
+    def punch(self, offset: int, length: int) -> None:
+        """Give pages back to the device; the space stays ours."""
+        punch_and_claim(self._file.fileno(), offset, length)
 
     def sync(self) -> None:
         """Fdatasync: both of KvikIO's descriptors are of the same file."""
