@@ -25,6 +25,7 @@ from kvtierd.gpu.host_kernels.codec_vectors import (
     WORST,
     decode_run,
     encode_bf16_run,
+    encode_bf16_words,
     encode_fp16_run,
     encode_fp32_run,
     largest_of_16_bits,
@@ -59,6 +60,12 @@ _MAX = np.float32(MAX)
 _INFINITY = np.uint32(0x7F800000)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _ZERO = np.float32(0)
+_SMALLEST = np.float32(2.0**-6)
+"""The smallest normal number of e4m3."""
+_SLOWLY, _SCALED, _UNSCALED = 0, 1, 2
+"""How a group is encoded: element by element, in vectors of float32, or in vectors of bf16 as they are."""
+_SQUARES_FROM, _SQUARES_TO = np.float32(2.0**-40), np.float32(2.0**40)
+"""Largest magnitudes between which sums of squares need no scale to stay within float32."""
 _OUT = "uint8[::1], float32[::1], float32[::1], float32[::1]"
 _SHAPE = "int64, int64, int64, int64, int64"
 
@@ -117,7 +124,10 @@ def _largest_finite(kind: Word, source: Word, begin: Word, runs: Word, length: W
 
 @helper
 def _encode_slowly(kind, source, codes, begin, end, factor, lanes):  # type: ignore[no-untyped-def]
-    """Element by element, whatever they are: tails of runs, groups with NaN or Inf, scales that saturate."""
+    """Element by element, whatever they are: tails of runs, groups with NaN or Inf, scales that saturate.
+
+    Errors are in units of the scale.
+    """
     lost, total, worst = float_of(lanes[LOST]), float_of(lanes[TOTAL]), lanes[WORST]
     for i in range(begin, end):
         bits = bits_of(widen(kind, source[i]) * factor)
@@ -155,6 +165,26 @@ def _encode_quickly(kind: Word, source: Word, codes: Word, begin: Word, end: Wor
 
 
 @helper
+def _way(kind, size, scale, factor, length):  # type: ignore[no-untyped-def]
+    """How to encode a group whose largest magnitude is finite and this."""
+    if size * factor > _MAX:
+        return _SLOWLY
+    square = _SQUARES_FROM <= size <= _SQUARES_TO and scale <= _SQUARES_TO
+    return _UNSCALED if kind == BF16 and square and length % (2 * LANES) == 0 else _SCALED
+
+
+@helper
+def _relative(lanes, largest, has_infinity):  # type: ignore[no-untyped-def]
+    """Relative L2 and largest error of a group from its sums; `largest` is in their units."""
+    lost, total, worst = _sums(lanes)
+    if has_infinity:
+        return np.float32(np.inf), np.float32(np.inf)
+    if total == _ZERO:
+        return _ZERO, _ZERO
+    return np.float32(math.sqrt(lost / total)), worst / largest
+
+
+@helper
 def _encode(  # type: ignore[no-untyped-def]
     kind, source, codes, scales, relative_l2, largest_error, groups, runs, length, group_stride, run_stride, given
 ):
@@ -162,7 +192,7 @@ def _encode(  # type: ignore[no-untyped-def]
     lanes = np.zeros((groups, LANE_WORDS), np.uint32)
     largest = np.zeros(groups, np.uint32)
     factors = np.empty(groups, np.float32)
-    quickly, has_infinity = np.empty(groups, np.bool_), np.zeros(groups, np.bool_)
+    ways, has_infinity = np.zeros(groups, np.uint8), np.zeros(groups, np.bool_)
     _find_largest(kind, source, groups, runs, length, group_stride, run_stride, lanes, largest)
     for group in range(groups):
         finite = largest[group] < infinity
@@ -171,25 +201,25 @@ def _encode(  # type: ignore[no-untyped-def]
             largest[group], has_infinity[group] = found
         exponent = scale_exponent(widen(kind, largest[group])) if given == CHOOSE else given
         scales[group], factors[group] = power_of_two(exponent), power_of_two(-exponent)
-        quickly[group] = finite and widen(kind, largest[group]) * factors[group] <= _MAX
+        if finite:
+            ways[group] = _way(kind, widen(kind, largest[group]), scales[group], factors[group], length)
     for run in range(runs):
         for group in range(groups):
             at = group * group_stride + run * run_stride
             end = at + length
-            if quickly[group]:
+            if kind == BF16 and ways[group] == _UNSCALED:
+                smallest = np.uint16(bits_of(_SMALLEST * scales[group]) >> np.uint32(16))
+                encode_bf16_words(source, codes, at, end, smallest, lanes[group])
+                at = end
+            elif ways[group] != _SLOWLY:
                 _encode_quickly(kind, source, codes, at, end, factors[group], lanes[group])
                 at = _whole(at, end, LANES)
             if at < end:
                 _encode_slowly(kind, source, codes, at, end, factors[group], lanes[group])
     for group in range(groups):
-        lost, total, worst = _sums(lanes[group])
-        if has_infinity[group]:
-            relative_l2[group] = largest_error[group] = np.float32(np.inf)
-        elif total == _ZERO:
-            relative_l2[group] = largest_error[group] = _ZERO
-        else:
-            relative_l2[group] = math.sqrt(lost / total)
-            largest_error[group] = worst / (widen(kind, largest[group]) * factors[group])
+        unit = np.float32(1) if ways[group] == _UNSCALED else factors[group]
+        errors = _relative(lanes[group], widen(kind, largest[group]) * unit, has_infinity[group])
+        relative_l2[group], largest_error[group] = errors
 
 
 @compiled(f"void(uint16[::1], {_OUT}, {_SHAPE}, int64)")

@@ -22,7 +22,7 @@ LANES = 16
 _I8, _I16, _I32, _I64, _F32, _F16 = *(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType(), ir.HalfType()
 _INTS, _FLOATS, _BYTES = (ir.VectorType(kind, LANES) for kind in (_I32, _F32, _I8))
 _ELEMENTS = {BF16: _I16, FP16: _F16, FP32: _F32}
-_WORDS = ir.VectorType(_I16, 2 * LANES)
+_WORDS, _WIDE_BYTES = ir.VectorType(_I16, 2 * LANES), ir.VectorType(_I8, 2 * LANES)
 
 TABLE_LOOKUPS = bool(llvm.get_host_cpu_features().get("avx512bw", False))
 """Whether the processor looks up 64 entries of 16 bits at once (vpermi2w), which decoding is made of."""
@@ -128,10 +128,7 @@ def _encoder(kind: int) -> Any:
                 values = builder.fmul(widened(builder, kind, builder.gep(origin, [at])), factors)
                 code, error, size = _round(builder, values)
                 store(builder, code, element_pointer(builder, target, at, _BYTES))
-                lost.update(lambda seen: _multiply_add(builder, error, error, seen))
-                total.update(lambda seen: _multiply_add(builder, size, size, seen))
-                bits = builder.and_(builder.bitcast(error, _INTS), splat(0x7FFFFFFF))
-                worst.update(lambda seen: larger(builder, bits, seen))
+                _account(builder, size, error, lost, total, worst)
 
             strided(builder, args[2], args[3], LANES, step)
             for part in (lost, total, worst):
@@ -157,6 +154,71 @@ def _round(builder: Any, values: Any) -> tuple[Any, Any, Any]:
     code = builder.sub(code, splat(1128 - 160))
     code = builder.or_(code, builder.and_(builder.lshr(bits, splat(24)), splat(0x80)))
     return builder.trunc(code, _BYTES), error, size
+
+
+@intrinsic
+def encode_bf16_words(_typing: Any, source: Any, codes: Any, _begin: Any, _end: Any, _smallest: Any, lanes: Any) -> Any:
+    """`encode_bf16_words(source, codes, begin, end, smallest, lanes)`: as `encode_bf16_run`, in fewer instructions.
+
+    32 elements at once, unscaled: exponents are worked on in lanes of 16 bits, and only the sum that rounds is one of
+    float32. `smallest` is the scaled 2^-6 as bf16 bits. Elements are finite, of at most 448 scales, and scales and
+    elements of a size that squares of float32 hold; errors are in units of the elements.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        origin, target, home = (data(context, builder, signature.args[i], args[i]) for i in (0, 1, 5))
+        smallest = _same_words(builder, args[4])
+        lost, total = Lanes(builder, home, LOST, _FLOATS), Lanes(builder, home, TOTAL, _FLOATS)
+        worst = Lanes(builder, home, WORST, _INTS)
+
+        def step(at: Any) -> None:
+            words = load(builder, element_pointer(builder, origin, at, _WORDS))
+            magnitudes = builder.and_(words, _words(0x7FFF))
+            exponents = larger(builder, builder.and_(words, _words(0x7F80)), smallest)
+            added = _halves(builder, builder.add(exponents, _words(20 << 7)))
+            sums = []
+            for size, steps in zip(_halves(builder, magnitudes), added, strict=True):
+                rounded = builder.fadd(size, steps)
+                sums.append(builder.bitcast(rounded, _INTS))
+                _account(builder, size, builder.fsub(size, builder.fsub(rounded, steps)), lost, total, worst)
+            # The lower half of a sum's bits is the count of steps: the upper bits of its fraction are zero.
+            counts = builder.or_(builder.and_(sums[0], splat(0xFFFF)), builder.shl(sums[1], splat(16)))
+            code = builder.add(builder.bitcast(counts, _WORDS), builder.lshr(exponents, _words(4)))
+            code = builder.sub(code, builder.lshr(smallest, _words(4)))
+            code = builder.or_(code, builder.and_(builder.lshr(words, _words(8)), _words(0x80)))
+            store(builder, builder.trunc(code, _WIDE_BYTES), element_pointer(builder, target, at, _WIDE_BYTES))
+
+        strided(builder, args[2], args[3], 2 * LANES, step)
+        for part in (lost, total, worst):
+            part.write_back()
+        return context.get_dummy_value()
+
+    return types.void(source, codes, types.int64, types.int64, types.uint16, lanes), generate
+
+
+def _words(value: int) -> Any:
+    return ir.Constant(_WORDS, [value] * (2 * LANES))
+
+
+def _same_words(builder: Any, value: Any) -> Any:
+    one = builder.insert_element(ir.Constant(_WORDS, ir.Undefined), value, _I32(0))
+    places = ir.Constant(ir.VectorType(_I32, 2 * LANES), None)
+    return builder.shuffle_vector(one, ir.Constant(_WORDS, ir.Undefined), places)
+
+
+def _halves(builder: Any, words: Any) -> tuple[Any, Any]:
+    """The even and the odd bf16 of a vector as float32."""
+    pairs = builder.bitcast(words, _INTS)
+    parts = builder.shl(pairs, splat(16)), builder.and_(pairs, splat(0xFFFF0000))
+    return builder.bitcast(parts[0], _FLOATS), builder.bitcast(parts[1], _FLOATS)
+
+
+def _account(builder: Any, size: Any, error: Any, lost: Lanes, total: Lanes, worst: Lanes) -> None:
+    """Add a vector of magnitudes and of errors to what is known of a group."""
+    lost.update(lambda seen: _multiply_add(builder, error, error, seen))
+    total.update(lambda seen: _multiply_add(builder, size, size, seen))
+    bits = builder.and_(builder.bitcast(error, _INTS), splat(0x7FFFFFFF))
+    worst.update(lambda seen: larger(builder, bits, seen))
 
 
 def _multiply_add(builder: Any, left: Any, right: Any, start: Any) -> Any:
