@@ -18,6 +18,7 @@ BENCHES: dict[str, str] = {
     "prefetch": "a cold sequential read with the prefetch window against one without",
     "index": "the page table against bare memory and a dict; its memory and pauses; the adaptive front",
     "trace": "hits of the default eviction policy on a trace (FILE) against six others and the bound",
+    "codec": "FP8 with scales and errors against torch's casts and a copy (wants torch)",
     "attention": "attention over 64k tokens of bf16 and FP8 blocks against torch and a plain read (wants torch)",
     "accuracy": "the attention kernels against a float64 oracle over a matrix of shapes",
     "overhead": "lookups while metrics, slow log and a watcher look on, against without",
