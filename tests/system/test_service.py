@@ -92,7 +92,7 @@ def test_kill_9_is_restarted_and_what_was_durable_is_there(service) -> None:
     assert service.client("store", "durable", "--flush") == 32
     pid, restarts = service.pid(), int(service.show("NRestarts")["NRestarts"])
     service.kill("SIGKILL")
-    service.until("restarted", lambda: service.show("ActiveState")["ActiveState"] == "active" and service.pid() != pid)
+    service.until("restarted", lambda: service.runs_again(pid))
     assert int(service.show("NRestarts")["NRestarts"]) == restarts + 1
     assert service.client("fetch", "durable") == 32
 
@@ -100,7 +100,7 @@ def test_kill_9_is_restarted_and_what_was_durable_is_there(service) -> None:
 def test_watchdog_ends_a_frozen_daemon_and_it_is_restarted(service) -> None:
     pid = service.pid()
     service.kill("SIGSTOP")
-    service.until("restarted", lambda: service.show("ActiveState")["ActiveState"] == "active" and service.pid() != pid)
+    service.until("restarted", lambda: service.runs_again(pid))
     said = service.machine.run("journalctl", "--no-pager", "--unit=kvtierd", "--output=cat").stdout
     assert "Watchdog timeout (limit 3s)!" in said
     assert "answers" in service.kvtierctl("ping", "--timeout", "5").stdout
