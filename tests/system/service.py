@@ -52,12 +52,10 @@ class Service:
         return int(self.show("MainPID")["MainPID"])
 
     def runs_again(self, before: int) -> bool:
-        """Whether another process than this one serves; asked at once, for a unit is active without one for a moment."""
+        """Whether another process serves. Asked at once, for without one a unit stays active for a moment."""
         shown = self.show("ActiveState", "SubState", "MainPID")
-        return (shown["ActiveState"], shown["SubState"]) == ("active", "running") and int(shown["MainPID"]) not in {
-            0,
-            before,
-        }
+        serves = (shown["ActiveState"], shown["SubState"]) == ("active", "running")
+        return serves and int(shown["MainPID"]) not in {0, before}
 
     def most_locked_memory(self) -> str:
         """What the machine's first process may pass on: in a container without CAP_SYS_RESOURCE that is a number."""
