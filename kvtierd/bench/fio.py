@@ -1,7 +1,8 @@
-"""The reference for the disk: fio, with the same block size, the same amount and the same folder."""
+"""The reference for the disk: fio with O_DIRECT, the same block size, the same amount and the same folder."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -11,11 +12,27 @@ from typing import Any, Literal
 from kvtierd.bench.rows import BenchError
 from kvtierd.core.units import MIB
 
-JOBS = 4
 BLOCK_BYTES = 2 * MIB
-NAME = "direct fio, 2 MiB psync, 4 jobs"
+NAME = "kvtierd-bench"
 
 Direction = Literal["read", "write"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Engine:
+    """One way for fio to keep a disk busy: `jobs` threads, each with `depth` requests under way."""
+
+    ioengine: str
+    jobs: int
+    depth: int
+
+    def __str__(self) -> str:
+        return f"{self.ioengine} {self.jobs}x{self.depth}"
+
+
+PSYNC = Engine("psync", 4, 1)
+URING = Engine("io_uring", 1, 16)
+ENGINES = (PSYNC, URING)
 
 
 def find_fio() -> str:
@@ -26,24 +43,49 @@ def find_fio() -> str:
     return path
 
 
-def run_fio(directory: Path, amount_bytes: int, direction: Direction) -> float:
-    """Bytes a second of fio moving `amount_bytes` (a multiple of 4 jobs times 2 MiB) from or to `directory`.
+def usable_engines(directory: Path) -> list[Engine]:
+    """The engines that work here, found by trying: io_uring is forbidden in many containers. BenchError if none."""
+    found, causes = [], []
+    for engine in ENGINES:
+        try:
+            run_fio(directory, engine.jobs * BLOCK_BYTES, "write", engine=engine)
+        except BenchError as error:
+            causes.append(str(error))
+        else:
+            found.append(engine)
+        remove_files(directory)
+    if not found:
+        raise BenchError("; ".join(causes))
+    return found
 
-    Writes end with an fsync of every file, as our flush does. Reads want the files of a write before them.
+
+def run_fio(
+    directory: Path,
+    amount_bytes: int,
+    direction: Direction,
+    *,
+    block_bytes: int = BLOCK_BYTES,
+    engine: Engine = PSYNC,
+) -> float:
+    """Bytes a second of fio moving `amount_bytes` (a multiple of jobs times blocks) from or to `directory`.
+
+    Writes end with an fsync of every file, as our flush does. Reads want the files of the same engine's write.
     Raises BenchError with fio's own words when it fails.
     """
-    if amount_bytes % (JOBS * BLOCK_BYTES):
-        raise ValueError(f"{amount_bytes} bytes are no multiple of {JOBS} jobs of {BLOCK_BYTES}")
+    if amount_bytes % (engine.jobs * block_bytes):
+        raise ValueError(f"{amount_bytes} bytes are no multiple of {engine.jobs} jobs of {block_bytes}")
     command = [
         find_fio(),
-        "--name=kvtierd-bench",
+        f"--name={NAME}-{engine.ioengine}",
         f"--directory={directory}",
-        f"--size={amount_bytes // JOBS}",
-        f"--bs={BLOCK_BYTES}",
-        f"--numjobs={JOBS}",
+        f"--size={amount_bytes // engine.jobs}",
+        f"--bs={block_bytes}",
+        f"--numjobs={engine.jobs}",
+        f"--iodepth={engine.depth}",
+        f"--ioengine={engine.ioengine}",
         f"--rw={direction}",
         *(["--end_fsync=1"] if direction == "write" else []),
-        *("--direct=1", "--ioengine=psync", "--thread", "--group_reporting", "--output-format=json"),
+        *("--direct=1", "--thread", "--group_reporting", "--output-format=json"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode != 0:
@@ -65,5 +107,5 @@ def parse_rate(output: str, direction: Direction) -> float:
 
 def remove_files(directory: Path) -> None:
     """Delete what fio wrote, so that the next round writes new files as a first one does."""
-    for path in directory.glob("kvtierd-bench.*"):
+    for path in directory.glob(f"{NAME}-*"):
         path.unlink()
