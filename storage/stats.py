@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from kvtierd.storage.interface import IoMode
 from kvtierd.storage.ring import Ring
@@ -55,6 +56,8 @@ GAUGES = {
     "written_bytes_a_day": "bytes a day at the rate since the store was opened",
     "rated_endurance_bytes": "nvme.rated_endurance; 0 is not known",
     "projected_life_days": "days until the rated endurance is written at this rate, or unknown",
+    "devices": "directories of the tier",
+    "failed_devices": "those of them that take no stores now, or could not be opened",
     "mode": "how bytes reach the disk",
     "state": "ok, or why stores are not taken: the disk is full, fails, is read-only or gone",
 }
@@ -88,6 +91,29 @@ def collect(
         "segment_bytes": ring.plan.segment_bytes,
         "reclaimed_segments": ring.reclaimed_segments,
         "owed_tombstones": owed,
+        "devices": 1,
+        "failed_devices": int(bool(cause)),
         "mode": str(mode),
         "state": f"degraded: {cause}" if cause else "ok",
     }
+
+
+def combine(parts: Sequence[dict[str, int | str]], failed: Sequence[str]) -> dict[str, int | str]:
+    """Statistics of several devices as one: sums, except where the first of them to reach something counts.
+
+    `failed` says of each device that does not work which it is, and why.
+    """
+    total: dict[str, int | str] = {}
+    for name in (*COUNTERS, *GAUGES):
+        values = [part[name] for part in parts]
+        numbers = [value for value in values if isinstance(value, int)]
+        if name in TEXTS or not numbers:
+            total[name] = ", ".join(dict.fromkeys(map(str, values)))
+        elif name == "segment_bytes":
+            total[name] = max(numbers)
+        else:
+            total[name] = min(numbers) if name == "projected_life_days" else sum(numbers)
+    total["devices"] = len(parts) + len(failed) - sum(bool(part["failed_devices"]) for part in parts)
+    total["failed_devices"] = len(failed)
+    total["state"] = f"degraded: {'; '.join(failed)}" if failed else "ok"
+    return total

@@ -68,6 +68,11 @@ class SegmentStore:
         """How bytes reach the disk; as probed once the store is open."""
         return self._io.mode
 
+    @property
+    def cause(self) -> str:
+        """Why the disk takes no stores now; "" while it does."""
+        return self._live.health.cause if self._live is not None else "the store is closed"
+
     async def open(self) -> Recovered:
         """Lock the directory, probe, recover. Raises StartupError: 74 I/O, 75 locked, 78 settings."""
         if self._live is not None:

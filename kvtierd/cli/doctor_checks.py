@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvtierd import __version__
 from kvtierd.cli.finding import Check, Finding, Verdict
+from kvtierd.config.fields import split_folders
 from kvtierd.config.schema import Settings
 from kvtierd.core.units import GIB, format_bytes
 from kvtierd.daemon.directories import Places
@@ -62,9 +63,8 @@ def kernel(_settings: Settings) -> Iterator[Finding]:
 def permissions(settings: Settings) -> Iterator[Finding]:
     """The folders of the daemon, for whoever runs this."""
     places = Places.of(settings)
-    for name, folder in (("runtime folder", places.runtime), ("tenant's folder", places.tenant), ("data", places.data)):
-        if folder is None:
-            continue
+    sockets = (("runtime folder", places.runtime), ("tenant's folder", places.tenant))
+    for name, folder in (*sockets, *(("data", folder) for folder in places.data)):
         try:
             mode = folder.stat()
         except FileNotFoundError:
@@ -138,7 +138,8 @@ def placement(settings: Settings) -> Iterator[Finding]:
     if len(nodes) < 2:
         yield Finding("numa", Verdict.OK, "one node: everything is near everything")
         return
-    disk = _disk_node(Path(settings.nvme.directory)) if settings.nvme.directory else -1
+    folders = split_folders(settings.nvme.directory)
+    disk = _disk_node(Path(folders[0])) if folders else -1
     gpus = {name: _number(path / "numa_node") for name, path in _gpus().items()}
     text = f"{len(nodes)} nodes; disk on {disk}; " + (
         ", ".join(f"GPU {n} on {at}" for n, at in gpus.items()) or "no GPU"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvtierd.cli.finding import Check, Finding, Verdict
+from kvtierd.config.fields import split_folders
 from kvtierd.config.schema import Settings
 from kvtierd.core.errors import StartupError
 from kvtierd.core.units import format_bytes
@@ -96,10 +97,11 @@ CHECKS: tuple[Check, ...] = (("file system", file_system), ("O_DIRECT", direct),
 
 
 def existing(settings: Settings) -> Path | None:
-    """The data folder, or the nearest one above it that is there."""
-    if not settings.nvme.directory:
+    """The (first) data folder, or the nearest one above it that is there."""
+    folders = split_folders(settings.nvme.directory)
+    if not folders:
         return None
-    folder = Path(settings.nvme.directory)
+    folder = Path(folders[0])
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvtierd.config.fields import FIELDS, Value
+from kvtierd.config.fields import FIELDS, Value, split_folders
 from kvtierd.config.origins import DEFAULT, Problem
 from kvtierd.core.units import format_bytes
 
@@ -46,10 +46,12 @@ RULES = (
     ),
     Rule(
         ("nvme.capacity", "nvme.segment_bytes", "nvme.directory"),
-        lambda capacity, segment, directory: not directory or capacity == 0 or capacity >= 2 * segment,
+        lambda capacity, segment, directory: (
+            not directory or capacity == 0 or capacity >= 2 * segment * len(split_folders(directory))
+        ),
         lambda capacity, segment, _: (
             f"{format_bytes(capacity)} is less than two segments (nvme.segment_bytes is {format_bytes(segment)}); "
-            "raise the capacity, lower segment_bytes, or write 0 for the default"
+            "raise the capacity, lower segment_bytes, or write 0 for the default; every folder has its share"
         ),
     ),
     Rule(
@@ -94,7 +96,7 @@ RULES = (
     ),
     Rule(
         ("nvme.directory", "server.runtime_dir"),
-        lambda data, runtime: not data or os.path.normpath(data) != os.path.normpath(runtime),
+        lambda data, runtime: os.path.normpath(runtime) not in map(os.path.normpath, split_folders(data)),
         lambda data, _: f"{data} is also server.runtime_dir; give data and sockets a folder each",
     ),
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from kvtierd.config.fields import FIELDS, SECTIONS, unknown_key
+from kvtierd.config.fields import FIELDS, FOLDERS_SEPARATOR, SECTIONS, unknown_key
 from kvtierd.config.origins import Layer, Problem, Written
 
 MAX_FILE_BYTES = 1 << 20
@@ -90,7 +90,9 @@ class _Reader:
             self._wrong(name, key, unknown_key(key))
 
     def _value(self, name: yaml.Node, value: yaml.Node, key: str) -> None:
-        if not isinstance(value, yaml.ScalarNode):
+        if isinstance(value, yaml.SequenceNode) and FIELDS[key].unit == "folders":
+            self._folders(name, value, key)
+        elif not isinstance(value, yaml.ScalarNode):
             self._wrong(name, key, "takes one value, not a list or a section")
         elif value.tag not in _PLAIN_TAGS:
             self._wrong(value, key, f"has the tag {value.tag}; write a plain value without a tag")
@@ -98,6 +100,15 @@ class _Reader:
             self._wrong(name, key, 'has no value; write one ("" for an empty text) or remove the key')
         else:
             self.layer[key] = Written(value.value, f"{self._name}:{name.start_mark.line + 1}")
+
+    def _folders(self, name: yaml.Node, value: yaml.SequenceNode, key: str) -> None:
+        """A list of folders is one value: the same text that an option or a variable has."""
+        texts = [item.value for item in value.value if isinstance(item, yaml.ScalarNode) and item.tag in _PLAIN_TAGS]
+        if len(texts) < len(value.value) or any(not text or FOLDERS_SEPARATOR in text for text in texts):
+            self._wrong(name, key, f"is a list of folders; write one path an item, without {FOLDERS_SEPARATOR!r}")
+        else:
+            text = FOLDERS_SEPARATOR.join(texts)
+            self.layer[key] = Written(text, f"{self._name}:{name.start_mark.line + 1}")
 
     def _wrong(self, node: yaml.Node, key: str, text: str) -> None:
         self._problems.append(Problem(f"{self._name}:{node.start_mark.line + 1}", key, text))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,20 @@ from kvtierd.core.units import parse_bytes
 
 Value = bool | int | float | str
 
+FOLDERS_SEPARATOR = ":"
+"""Between the folders of a list, as in PATH; a YAML file may have a list."""
+
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def split_folders(text: str) -> list[str]:
+    """The folders of a setting that may name several."""
+    return text.split(FOLDERS_SEPARATOR) if text else []
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """One setting. `unit` is `bytes`, `folder` or ""; bounds are inclusive unless `above` is set."""
+    """One setting. `unit` is `bytes`, `folder`, `folders` or ""; bounds are inclusive unless `above` is set."""
 
     key: str
     kind: type
@@ -72,7 +81,17 @@ class Field:
             raise ValueError(f"{text!r} does not have the form {self.pattern}; write a value{examples}")
         if self.unit == "folder" and text and not Path(text).is_absolute():
             raise ValueError(f"{text!r} is a relative path; write an absolute one")
+        if self.unit == "folders" and text:
+            self._check_folders(text)
         return text
+
+    def _check_folders(self, text: str) -> None:
+        folders = split_folders(text)
+        for folder in folders:
+            if not Path(folder).is_absolute():
+                raise ValueError(f"{folder!r} is a relative path; write an absolute one")
+        if len({os.path.normpath(folder) for folder in folders}) < len(folders):
+            raise ValueError(f"{text!r} names a folder twice; each is a device of its own")
 
     def _number(self, text: str) -> int | float:
         try:

@@ -22,6 +22,7 @@ Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Size = Annotated[int, Meta(ge=0, le=1 << 50, extra=_BYTES)]
 Folder = Annotated[str, Meta(extra={"unit": "folder"})]
+Folders = Annotated[str, Meta(extra={"unit": "folders"})]
 LOOPBACK = r"|(127(\.\d{1,3}){3}|localhost|\[::1\]):\d{1,5}"
 
 
@@ -83,10 +84,11 @@ class Host(_Section, frozen=True, kw_only=True):
 class Nvme(_Section, frozen=True, kw_only=True):
     """The `nvme` tier."""
 
-    directory: Folder = "/var/lib/kvtierd"
-    """Where segments lie; "" switches the tier off."""
+    directory: Folders = "/var/lib/kvtierd"
+    """Where segments lie: a folder, or a list of folders on a device each (also with `:` between); "" switches the
+    tier off."""
     capacity: Size = 0
-    """Bytes on disk, everything counted; 0 takes half of what is free, at most 64 GiB."""
+    """Bytes on disk, everything counted, all folders together; 0 takes of each half of what is free, at most 64 GiB."""
     segment_bytes: Annotated[int, Meta(ge=MIB, le=16 * GIB, multiple_of=PAGE_BYTES, extra=_BYTES)] = 256 * MIB
     """Bytes of one segment file; a block must fit in it."""
     io: Literal["auto", "kvikio", "posix"] = "auto"

@@ -27,7 +27,8 @@ from kvtierd.protocol.endpoint import SOCKET_NAME
 from kvtierd.protocol.events import EventPublisher
 from kvtierd.protocol.server import Server
 from kvtierd.protocol.sessions import Limits
-from kvtierd.storage import SegmentStore
+from kvtierd.storage.store import SegmentStore
+from kvtierd.storage.striped import StripedStore, make_store
 from kvtierd.telemetry.notify import watchdog_period_s
 from kvtierd.telemetry.prometheus import Histogram
 from kvtierd.tiers.copies import EventSink
@@ -135,7 +136,7 @@ async def compose(settings: Settings, places: Places) -> AsyncIterator[Daemon]:
     async with AsyncExitStack() as parts:
         await _start_pages(parts, settings, places, pages)
         events = _start_events(parts, places) if settings.server.events else None
-        store = SegmentStore(settings.nvme, clock=clock) if settings.nvme.directory else None
+        store = make_store(settings.nvme, clock=clock) if settings.nvme.directory else None
         disk = {"nvme": store.progress} if store is not None else dict[str, Progress]()
         stall_s = watchdog_period_s() or DEFAULT_STALL_S
         async with long_step(lambda: "recovering the nvme tier", Liveness(disk, stall_s, clock)):
@@ -211,7 +212,7 @@ async def _start_manager(
     settings: Settings,
     clock: Clock,
     events: EventSink | None,
-    store: SegmentStore | None,
+    store: SegmentStore | StripedStore | None,
 ) -> TierManager:
     """The manager owns store and device from the moment it has them, and closes them."""
     device = open_device(settings.gpu) if settings.gpu.capacity else None

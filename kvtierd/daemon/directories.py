@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import stat
 from pathlib import Path
 
 from kvtierd.config.check import ADMIN_FOLDER
+from kvtierd.config.fields import split_folders
 from kvtierd.config.schema import Settings
 from kvtierd.core.errors import ExitCode, StartupError
 
@@ -19,17 +21,17 @@ ADMIN_MODE = 0o700
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Places:
-    """Where a daemon's files lie; `tenant` holds the sockets of one tenant."""
+    """Where a daemon's files lie; `tenant` holds the sockets of one tenant, `data` is a folder for each device."""
 
     runtime: Path
     tenant: Path
-    data: Path | None
+    data: tuple[Path, ...]
 
     @classmethod
     def of(cls, settings: Settings) -> Places:
         """The places that settings name."""
         runtime = Path(settings.server.runtime_dir)
-        data = Path(settings.nvme.directory) if settings.nvme.directory else None
+        data = tuple(map(Path, split_folders(settings.nvme.directory)))
         return cls(runtime, runtime / settings.server.tenant, data)
 
     @property
@@ -55,9 +57,10 @@ def prepare_admin(places: Places) -> Path:
 
 
 def prepare_data(places: Places) -> None:
-    """Make the data folder where the nvme tier has one. Raises StartupError (74) with one line."""
-    if places.data is not None:
-        _make(places.data, DATA_MODE, "data folder")
+    """Make the data folders. Raises StartupError (74) with one line, unless others are left: the tier reports it."""
+    for folder in places.data:
+        with contextlib.suppress(*[StartupError] * (len(places.data) > 1)):
+            _make(folder, DATA_MODE, "data folder")
 
 
 def _make(folder: Path, mode: int, what: str) -> None:

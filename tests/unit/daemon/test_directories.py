@@ -37,8 +37,7 @@ def test_folders_are_made_with_their_modes_whatever_the_umask(places: Places) ->
         prepare_data(places)
     finally:
         os.umask(before)
-    assert places.data is not None
-    assert [_mode(folder) for folder in (places.runtime, places.tenant, places.data)] == [0o755, 0o750, 0o750]
+    assert [_mode(folder) for folder in (places.runtime, places.tenant, *places.data)] == [0o755, 0o750, 0o750]
 
 
 def test_mode_of_a_folder_that_exists_is_the_operators(places: Places) -> None:
