@@ -11,7 +11,7 @@ import math
 
 from kvtierd.core.units import MIB
 
-WRITE_SHARE = 0.38
+WRITE_SHARE = 0.36
 """Share of the device's time that writes get while reads wait too. Reads shall keep 0.6 of the speed that they have
 alone and writes 0.3 of theirs: what is left over pays for changing between them."""
 SLICE_NS = 8_000_000
@@ -130,8 +130,12 @@ class Turns:
 
     def _room(self, lane: Lane, now_ns: int) -> int:
         """Most requests at once now, if the next is of this lane."""
-        filling = lane is Lane.WRITE and not self._writing and now_ns - self._read_ns < CALM_NS
-        return 1 if filling else self.depth(lane)
+        if lane is Lane.READ:
+            return self.depth(lane)
+        if not self._writing and now_ns - self._read_ns < CALM_NS:
+            return 1
+        # A disk that hangs in writes must leave a thread to reads.
+        return min(self.depth(lane), max(1, self._most - 1))
 
     def begin(self, lane: Lane, bytes_wanted: int, now_ns: int) -> None:
         """A request goes to the device."""
