@@ -24,6 +24,8 @@ SPACE = struct.Struct("<II32s")
 """One namespace of a NAMESPACES frame: its number in the file, bytes of its encoding, digest; the encoding follows."""
 END = struct.Struct("<QQ")
 """Body of an END frame: blocks in the file, bytes that the store has written in all its life."""
+BEGIN = struct.Struct("<Q")
+"""Body of a BEGIN frame: frames of the journal before this one that were on stable storage when it was begun."""
 
 ENTRY_DTYPE = np.dtype(
     [
@@ -60,8 +62,10 @@ class FrameKind(enum.IntEnum):
     KILLS = 3
     HEADS = 4
     END = 5
+    BEGIN = 6
 
 
+FIXED_SIZES = {FrameKind.END: END.size, FrameKind.BEGIN: BEGIN.size}
 ROW_DTYPES = {FrameKind.BLOCKS: ENTRY_DTYPE, FrameKind.KILLS: KILL_ENTRY_DTYPE, FrameKind.HEADS: HEAD_DTYPE}
 
 
@@ -70,8 +74,8 @@ class Contents:
     """What a file of frames holds up to its first invalid frame.
 
     `spaces` is digest and namespace by number; a namespace is None where only its digest is known, or its encoding
-    could not be read. `blocks` and `kills` name these numbers. `valid_bytes` is where the valid frames end; `ended` is
-    True for a whole checkpoint.
+    could not be read. `blocks` and `kills` name these numbers. `valid_bytes` is where the valid frames end, `frames`
+    how many they are; `ended` is True for a whole checkpoint. `before` is what the file says of the journal before it.
     """
 
     spaces: dict[int, tuple[bytes, Namespace | None]]
@@ -79,6 +83,8 @@ class Contents:
     kills: Rows
     heads: Rows
     valid_bytes: int = 0
+    frames: int = 0
+    before: int = 0
     ended: bool = False
     lifetime_bytes: int = 0
 
@@ -115,6 +121,15 @@ class FrameWriter:
             piece = np.ascontiguousarray(rows[begin : begin + FRAME_ROWS])
             yield self._frame(kind, len(piece), piece.tobytes())
 
+    @property
+    def frames(self) -> int:
+        """Frames made so far."""
+        return self._next
+
+    def begin(self, before: int) -> bytes:
+        """The frame that starts a journal."""
+        return self._frame(FrameKind.BEGIN, 1, BEGIN.pack(before))
+
     def end(self, blocks: int, lifetime_bytes: int) -> bytes:
         """The frame that makes a checkpoint whole."""
         return self._frame(FrameKind.END, 1, END.pack(blocks, lifetime_bytes))
@@ -136,12 +151,15 @@ def decode_file(data: bytes, uuid: bytes, file: int) -> Contents:
     for kind, count, body, end in _frames(data, uuid, file):
         if kind == FrameKind.NAMESPACES:
             spaces.update(_spaces(body, count))
+        elif kind == FrameKind.BEGIN:
+            (found.before,) = BEGIN.unpack(body)
         elif kind == FrameKind.END:
             blocks, found.lifetime_bytes = END.unpack(body)
             found.ended = blocks == sum(map(len, rows[FrameKind.BLOCKS]))  # means nothing in a journal
         else:
             rows[FrameKind(kind)].append(np.frombuffer(body, ROW_DTYPES[FrameKind(kind)], count))
         found.valid_bytes = end
+        found.frames += 1
     found.blocks = np.concatenate(rows[FrameKind.BLOCKS])
     found.kills = np.concatenate(rows[FrameKind.KILLS])
     found.heads = np.concatenate(rows[FrameKind.HEADS])
@@ -167,7 +185,9 @@ def _fits(kind: int, count: int, size: int) -> bool:
     """Whether a body has the size that its rows take; a checksum does not protect against a writer's bug."""
     if kind == FrameKind.NAMESPACES:
         return size >= count * SPACE.size
-    return size == (END.size if kind == FrameKind.END else count * ROW_DTYPES[FrameKind(kind)].itemsize)
+    if kind in FIXED_SIZES:
+        return size == FIXED_SIZES[FrameKind(kind)]
+    return size == count * ROW_DTYPES[FrameKind(kind)].itemsize
 
 
 def _spaces(body: memoryview, count: int) -> Iterator[tuple[int, tuple[bytes, Namespace | None]]]:

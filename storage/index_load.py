@@ -14,12 +14,14 @@ from kvtierd.storage.metadata import NEW_SUFFIX, MetadataFiles
 @dataclasses.dataclass(slots=True)
 class Loaded:
     """The index as found. `usable` says that from the whole checkpoint `base` on no journal is missing; else only the
-    kills in `facts` count, which hold wherever they were read. `sizes` has every file of the index."""
+    kills in `facts` count, which hold wherever they were read. `last_frames` are the valid frames of the last journal.
+    `sizes` has every file of the index."""
 
     facts: Facts
     usable: bool = False
     base: int = 0
     last_number: int = 0
+    last_frames: int = 0
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
 
@@ -70,8 +72,16 @@ async def _load_from(number: int, journals: list[int], files: MetadataFiles, uui
         return False
     facts = Facts()
     facts.add_file(contents)
+    frames = 0
     for journal in wanted:
-        facts.add_file(await _load(index_name("journal", journal), journal, files, uuid, found))
+        part = await _load(index_name("journal", journal), journal, files, uuid, found)
+        if journal > number and frames < part.before:
+            # What follows may say that it covers what was in the frames that are lost.
+            found.notes.append(f"{index_name('journal', journal - 1)} is damaged: {part.before} frames were there")
+            return False
+        facts.add_file(part)
+        frames = part.frames
+    found.last_frames = frames
     found.facts, found.usable, found.base = facts, True, number
     return True
 

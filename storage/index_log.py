@@ -35,6 +35,10 @@ class IndexLog:
         self._base = loaded.base
         self._last = loaded.last_number
         self._writer: FrameWriter | None = None
+        self._safe_frames = loaded.last_frames
+        """Frames of the last journal that are on stable storage."""
+        self._before = 0
+        """Those of the journal before it, when it was begun."""
         self._sizes = dict(loaded.sizes)
         self._turn = asyncio.Lock()
         self._lifetime_bytes = loaded.facts.lifetime_bytes
@@ -101,19 +105,22 @@ class IndexLog:
             await self._next_journal()
         assert self._writer is not None
         name = index_name("journal", self._last)
-        frames = encode_facts(facts, self._writer)
-        if frames:
+        if facts:
+            frames = [self._writer.begin(self._before)] if not self._writer.frames else []
+            frames += encode_facts(facts, self._writer)
             frames.append(self._writer.end(0, self._lifetime_bytes + written_bytes(self._counters)))
             data = b"".join(frames)
             await self._files.append(name, data)
             self._sizes[name] = self._sizes.get(name, 0) + len(data)
             self._counters["journal_bytes"] += len(data)
             await self._files.sync(name)
+            self._safe_frames = self._writer.frames
 
     async def _next_journal(self) -> None:
         number = self._last + 1
         await self._files.create(index_name("journal", number))
         self._last = number
+        self._before, self._safe_frames = self._safe_frames, 0
         self._writer = FrameWriter(self._uuid, number)
         self._sizes[index_name("journal", number)] = 0
 
@@ -128,10 +135,10 @@ class IndexLog:
             keep_kills = not is_covered()
             self._writer = None
             await self._next_journal()
-            number = self._last
+            number, before = self._last, self._before
         loaded = await load_index(self._files, self._uuid, below=number)
-        if not loaded.usable:
-            raise OSError(0, "; ".join(loaded.notes) or "the index cannot be read")
+        if not loaded.usable or loaded.last_frames < before:
+            raise OSError(0, "; ".join(loaded.notes) or "the journal lacks what was written to it")
         lifetime = self._lifetime_bytes + written_bytes(self._counters)
         writer = FrameWriter(self._uuid, number)
         merged = await asyncio.to_thread(_merged, loaded.facts, generations, keep_kills=keep_kills)

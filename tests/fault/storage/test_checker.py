@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -270,3 +271,39 @@ def test_dump_shows_each_record_of_a_segment(folder: Path, capsys: pytest.Captur
     assert all(line.endswith("whole") for line in blocks[:2] + blocks[3:])
     assert kinds[-1] == "end"
     assert main(["dump", str(folder / "superblock")]) == ExitCode.USAGE
+
+
+async def killed(folder: Path) -> Path:
+    """A store with two journals and blocks that only they name, as a killed process leaves it, and its copy."""
+    copy = folder / "killed"
+    async with opened(folder / "store", **FIELDS) as (store, _):
+        extents = await put(store, *map(known, range(4)))
+        await store.flush()
+        await store.delete([(known(0).digest, known(0).key, extents[0])])
+        await put(store, *map(known, range(4, 7)))
+        await store.flush()
+        shutil.copytree(folder / "store", folder / "first")
+    async with opened(folder / "first", **FIELDS) as (store, _):
+        await put(store, *map(known, range(7, COUNT)))
+        await store.flush()
+        shutil.copytree(folder / "first", copy)
+    return copy
+
+
+@pytest.mark.parametrize("step", range(12))
+def test_any_flipped_bit_in_a_journal_costs_nothing_that_was_flushed(folder: Path, step: int) -> None:
+    """Also where a later journal goes on: what it says to cover may be in the frames that are lost."""
+
+    async def check() -> None:
+        copy = await killed(folder)
+        journals = [path for path in sorted(copy.glob("journal-*")) if path.stat().st_size]
+        assert len(journals) >= 2
+        for number, journal in enumerate(journals):
+            for byte in range(step * 5, journal.stat().st_size, 60):
+                victim = folder / f"{number}-{byte}"
+                shutil.copytree(copy, victim)
+                flip(victim / journal.name, byte, byte % 8)
+                assert await found(victim) == set(range(1, COUNT)), (journal.name, byte)
+                shutil.rmtree(victim)
+
+    run(check)

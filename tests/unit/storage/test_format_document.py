@@ -82,7 +82,8 @@ def test_example_index_is_what_the_text_says(files: dict[str, np.ndarray]) -> No
     assert tuple(head) == (LIFE.generation, 6 * PAGE_BYTES, 0, 0)
     facts = Facts()
     facts.add_file(found)
-    assert b"".join(encode_facts(facts, FrameWriter(UUID, 1))) == data
+    writer = FrameWriter(UUID, 1)
+    assert b"".join([writer.begin(0), *encode_facts(facts, writer)]) == data
 
 
 @pytest.mark.parametrize("without_index", [False, True])
