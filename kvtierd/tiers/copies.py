@@ -56,8 +56,8 @@ class Copies:
         self.shapes = Shapes(blocks, host, self.namespaces)
         mine = [name for name, row in METRICS.items() if row.kind == "counter" and not name.startswith("server_")]
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(mine, 0))
-        self._only_host = True
-        """No block has been in another tier yet, so no policy has to know of copies there."""
+        self._several_tiers = False
+        """Whether there has been a copy outside of host yet: until then no policy has to know of copies elsewhere."""
         self.dead_extents: list[tuple[bytes, bytes, Extent]] = []
         """Extents of forgotten blocks that wait for their tombstones."""
 
@@ -81,7 +81,6 @@ class Copies:
     def add_gpu(self, cls: SlotClass, rows: Rows, slots: Slots) -> None:
         """Filled gpu slots become copies of rows."""
         assert self.gpu is not None
-        self._only_host = False
         self.blocks.table.gpu_slot[rows] = slots
         self.blocks.mark(rows, TIER_GPU)
         self.gpu.settle(cls, slots, rows)
@@ -95,7 +94,6 @@ class Copies:
         rows = np.array([row], np.int32)
         self.blocks.unmark_as(rows, READ_BACK)
         self.blocks.mark(rows, TIER_NVME)
-        self._only_host = False
 
     def drop_host(self, cls: SlotClass, rows: Rows) -> None:
         """Drop host copies; blocks without another copy are forgotten."""
@@ -193,8 +191,10 @@ class Copies:
 
     def _tell_copied(self, rows: Rows) -> None:
         """Copies of these rows came or went: tell each tier which of its blocks are elsewhere too."""
-        if self._only_host:
-            return
+        if not self._several_tiers:
+            self._several_tiers = self.blocks.copies[TIER_NVME] > 0 or self.blocks.copies[TIER_GPU] > 0
+            if not self._several_tiers:
+                return
         mask = self.blocks.residency(rows)
         table = self.blocks.table
         self.shapes.tell_copied(rows)

@@ -95,6 +95,24 @@ def test_blocks_with_a_copy_on_disk_are_worth_less_in_host_until_it_is_gone():
     asyncio.run(life())
 
 
+def test_blocks_that_were_recovered_have_a_copy_on_disk_when_they_come_into_host():
+    async def life():
+        first = MemoryStore()
+        async with Rig(store=first) as rig:
+            session = rig.session()
+            await rig.store(session, await rig.register(session), make_keys(4))
+            await rig.call(session, m.Flush(id=1))
+        async with Rig(store=MemoryStore(first)) as rig:
+            session = rig.session()
+            reply, _ = await rig.acquire(session, await rig.register(session), make_keys(4))
+            assert reply.count == 4
+            copies = rig.manager.copies
+            slots = copies.blocks.table.host_slot[copies.blocks.find(make_keys(4), 0)]
+            assert (copies.host.policy._slots["copied"][slots] > 0).all()
+
+    asyncio.run(life())
+
+
 def test_slots_of_a_reservation_that_is_given_back_are_no_victims():
     async def life():
         async with Rig() as rig:
