@@ -12,6 +12,7 @@ reference, and what the choice between them is made of.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator, Sequence
 
@@ -26,7 +27,8 @@ from kvtierd.core.geometry import Geometry
 from kvtierd.core.units import GIB, PAGE_BYTES
 from kvtierd.index.crossover import MEASURED, Scheme
 from kvtierd.index.frontbench import BLOCK_TOKENS, RANGE_POSITIONS, FrontBench
-from kvtierd.index.selfbench import LookupBench, growth
+from kvtierd.index.long_lookups import LONG_KEYS
+from kvtierd.index.selfbench import LongBench, LookupBench, growth
 from kvtierd.policy.return_eviction import ReturnEviction
 from kvtierd.policy.returns import ReturnModel
 from kvtierd.tiers.arena import Chunk
@@ -39,6 +41,8 @@ BLOCKS_A_CALL = 64
 """Blocks that become resident together: a prefix of 4,096 tokens."""
 BYTES_A_KEY = 700
 """What the bench takes for one key at most: the table, the lines to gather, and the dict with its keys as bytes."""
+LONG = (LONG_KEYS, 1024, 4096)
+"""Keys of a lookup: as few as the front is asked about, up to as many as a request may have."""
 _GATHER = "NumPy's random gather of a 64-byte line a key"
 _DICT = "Python dict of bytes"
 _USED = "what the front reckons with"
@@ -86,6 +90,7 @@ def rows_of(sizes: Sizes) -> Iterator[Row]:
     yield from _memory(bench.bytes_per_block(), slot)
     del bench
     yield from _growth(sizes)
+    yield from _long(LongBench(sizes.others, LONG), LONG, sizes.front_rounds)
     yield from _front(FrontBench(sizes.others, sizes.front_rounds), sizes.tokens)
 
 
@@ -174,6 +179,15 @@ _COSTS = (
     ("begin_ns", "beginning to track"),
     ("update_ns", "a tracked block that comes or goes"),
 )
+
+
+def _long(bench: LongBench, lengths: Sequence[int], rounds: int) -> Iterator[Row]:
+    """What the daemon's lookups of long prefixes gain by the front, keys compared and all."""
+    for length in lengths:
+        measures = [functools.partial(bench.answered_ns, length), functools.partial(bench.probed_ns, length)]
+        ours, probed = alternate(measures, rounds)
+        metric = f"lookup by {length:,} keys, through the front"
+        yield make_row("index", metric, ours, "ns/key", reference=probed, reference_name="page table")
 
 
 def _front(bench: FrontBench, lengths: Sequence[int]) -> Iterator[Row]:

@@ -147,6 +147,20 @@ class AdaptiveFront:
         self._asked(number, entry, run + 1)
         return run
 
+    def matching(self, number: int, keys: Keys) -> int:
+        """How many leading ones of `keys` ([n, 32] uint8, contiguous) are the sequence's first ones, in order.
+
+        What lets somebody who comes with keys ask about positions: 4 words are compared for each, and not hashed.
+        """
+        return self._switches.of(number).sequence.matching(keys)
+
+    def leading(self, number: int, limit: int) -> Rows:
+        """Rows of the leading run of present positions, up to `limit` of them: [n] int32."""
+        entry = self._entry_with(number, limit, None)
+        rows = entry.sequence.leading(limit)
+        self._asked(number, entry, rows.size)
+        return rows
+
     def count(self, number: int, begin: int = 0, end: int | None = None) -> int:
         """How many of positions begin..end-1 are present (up to the sequence's end if `end` is None)."""
         entry = self._entry_with(number, begin, end)

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtierd.index.block_table import BlockTable
-from kvtierd.index.layout import LINE_BYTES, Keys
+from kvtierd.index.layout import LINE_BYTES, Keys, Rows
+from kvtierd.index.long_lookups import LongLookups
 from kvtierd.index.memory import reserve
 from kvtierd.index.page_table import PageTable
 
 NAMESPACE = 7
+ASKED_TO_SWITCH = 700
+"""Times that a prefix is asked about: over what pays for tracking the shortest one."""
 BATCH = 4096
 """Keys a call: a long prompt's. A call then costs little beside its lookups."""
 
@@ -53,6 +57,40 @@ def filled(keys: Keys, capacity: int, secret: bytes | None = None) -> tuple[Bloc
 def random_keys(count: int, seed: int) -> Keys:
     """`count` keys, [count, 32] uint8."""
     return np.random.default_rng(seed).integers(0, 256, (count, 32), np.uint8)
+
+
+class LongBench:
+    """Long prefixes looked up by their keys among `others` blocks: probed, and by way of the front."""
+
+    def __init__(self, others: int, lengths: Sequence[int]) -> None:
+        keys = random_keys(others, 5)
+        blocks, self._pages = filled(keys, capacity=2 * others)
+        self._long = LongLookups(blocks, self._pages)
+        picked = np.random.default_rng(6).permutation(others)
+        self._keys = {length: np.ascontiguousarray(keys[picked[:length]]) for length in lengths}
+        self._scratch = np.ones(1 << 22, np.uint64)
+        for prefix in self._keys.values():
+            for _ in range(ASKED_TO_SWITCH):
+                self._long.prefix(prefix, NAMESPACE)
+        while self._long.front.step(1 << 12):
+            pass
+
+    def probed_ns(self, length: int) -> float:
+        """A key, probed in the page table."""
+        return self._timed_ns(length, lambda keys: self._pages.prefix(keys, NAMESPACE)[1])
+
+    def answered_ns(self, length: int) -> float:
+        """A key, by the front."""
+        return self._timed_ns(length, lambda keys: self._long.prefix(keys, NAMESPACE))
+
+    def _timed_ns(self, length: int, look_up: Callable[[Keys], Rows]) -> float:
+        self._scratch += np.uint64(1)  # Whatever else a daemon does between two such lookups empties the caches.
+        keys, begin = self._keys[length].copy(), time.perf_counter()
+        found = look_up(keys)
+        seconds = time.perf_counter() - begin
+        if found.size != length:
+            raise RuntimeError(f"{found.size} of {length} keys were found")
+        return seconds * 1e9 / length
 
 
 class LookupBench:

@@ -19,7 +19,7 @@ from kvtierd.index.key_tail import KeyTail
 from kvtierd.index.layout import Keys, Rows
 from kvtierd.index.memory import reserve
 from kvtierd.index.page_table import PageTable
-from kvtierd.index.watch import Watch
+from kvtierd.index.watch import Watch, matching_keys
 
 Positions = npt.NDArray[np.int64]
 Extents = npt.NDArray[np.int64]
@@ -106,6 +106,28 @@ class Sequence:
                 return run
         hit, _ = self._pages.prefix(self._keys.between(middle, self.length), self.namespace)
         return middle + hit - start
+
+    def matching(self, keys: Keys) -> int:
+        """How many leading ones of `keys` ([n, 32], contiguous) are the first ones of this sequence."""
+        wanted = min(len(keys), self.length)
+        middle = min(self.tracked, wanted)
+        if self._columns is not None and middle:
+            same = self._watch.matching(self._columns.watched[:middle], keys[:middle])
+            if same < middle:
+                return same
+        return middle + matching_keys(self._keys.between(middle, wanted), keys[middle:wanted])
+
+    def leading(self, limit: int) -> Rows:
+        """Rows of the leading run of present positions, up to `limit` of them."""
+        middle = min(self.tracked, limit)
+        known: Rows = np.empty(0, np.int32)
+        if self._columns is not None and middle:
+            run = min(self._columns.present.run_from(0), middle)
+            known = self._columns.rows[:run].copy()
+        if known.size < middle or middle == limit:
+            return known
+        _, more = self._pages.prefix(self._keys.between(middle, limit), self.namespace)
+        return np.concatenate([known, more]) if known.size else more
 
     def count(self, begin: int, end: int) -> int:
         """How many of positions begin..end-1 are present."""

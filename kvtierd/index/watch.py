@@ -21,6 +21,7 @@ from kvtierd.index.layout import (
     CHUNK,
     COUNT,
     HASHES_AT,
+    KEYS,
     LINE_BYTES,
     RECORD_BYTES,
     ROW_NUMBERS,
@@ -29,6 +30,7 @@ from kvtierd.index.layout import (
     Keys,
     Rows,
     Words,
+    key_equals,
     namespace_of,
 )
 from kvtierd.index.memory import reserve
@@ -110,6 +112,27 @@ def _heads(table: Words, records: Words, others: Words, rows: Rows, out: Rows) -
             out[i] = find(table, records, others, U64(rows[i]) << LINE_SHIFT, hashed, namespace_of(others, rows[i]))
 
 
+@compiled(types.int64(WORDS, ROW_NUMBERS, KEYS))
+def _matching(records: Words, numbers: Rows, keys: Keys) -> int:
+    """How many leading keys are those of these records."""
+    for index in range(numbers.size):
+        if not key_equals(records, U64(numbers[index]), keys, U64(index) << U64(5)):
+            return index
+    return int(numbers.size)
+
+
+@compiled(types.int64(KEYS, KEYS))
+def matching_keys(ours: Keys, theirs: Keys) -> int:
+    """How many leading keys are the same, of as many as the shorter one has; both contiguous, [n, 32]."""
+    count = min(ours.shape[0], theirs.shape[0])
+    for index in range(count):
+        at = U64(index) << U64(5)
+        for word in range(4):
+            if load_u64(ours, at + U64(8 * word)) != load_u64(theirs, at + U64(8 * word)):
+                return index
+    return int(count)
+
+
 @compiled(types.int64(WORDS, ROW_NUMBERS, ROW_NUMBERS, _PAIR, ROW_NUMBERS, _POSITIONS, ROW_NUMBERS))
 def _expand(
     records: Words, rows: Rows, heads: Rows, cursor: Positions, who: Rows, where: Positions, what: Rows
@@ -185,6 +208,10 @@ class Watch:
     def keys(self, numbers: Rows) -> Keys:
         """Keys of watched positions, a copy of shape [n, 32]."""
         return self._key[numbers]
+
+    def matching(self, numbers: Rows, keys: Keys) -> int:
+        """How many leading ones of `keys` ([n, 32], contiguous) are those of these positions, in order."""
+        return _matching(self.records, numbers, keys[: numbers.size])
 
     def matches(self, records: Words, rows: Rows) -> Iterator[tuple[Rows, Positions, Rows]]:
         """Where the keys of some rows ([n]) of another table's records are watched: sequences, positions and rows, some

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from kvtierd.core.keys import Keys
 from kvtierd.index import slot_steps
 from kvtierd.index.block_table import BlockTable
+from kvtierd.index.long_lookups import LONG_KEYS, LongLookups
 from kvtierd.index.page_table import PageTable
 from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME
 
@@ -47,6 +48,7 @@ class Blocks:
     def __init__(self, capacity: int) -> None:
         self.table = BlockTable(capacity)
         self.pages = PageTable(self.table)
+        self.long = LongLookups(self.table, self.pages)
         self.copies = dict.fromkeys((TIER_GPU, TIER_HOST, TIER_NVME), 0)
         """How many blocks have a copy in each tier."""
         self._hand = 0
@@ -55,8 +57,11 @@ class Blocks:
 
     def find_prefix(self, keys: Keys, namespace: int) -> Rows:
         """Rows of the leading run of visible blocks."""
-        hit, rows = self.pages.prefix(keys, namespace)
-        rows = rows[:hit]
+        if len(keys) >= LONG_KEYS:
+            rows = self.long.prefix(keys, namespace)
+        else:
+            hit, rows = self.pages.prefix(keys, namespace)
+            rows = rows[:hit]
         hidden = (self.table.flags[rows] & VISIBLE) == 0
         # count_nonzero costs a quarter of any(), which was a sixth of a lookup.
         return rows[: int(hidden.argmax())] if np.count_nonzero(hidden) else rows
@@ -121,7 +126,7 @@ class Blocks:
         table.key[rows] = keys[absent]
         table.namespace[rows] = namespace
         table.flags[rows] = flags
-        entered = self.pages.insert(rows) == -1
+        entered = self.long.front.insert(rows) == -1
         if not entered.all():
             # Named twice in this batch, or no place in the page table.
             self._free(rows[~entered])
@@ -155,13 +160,13 @@ class Blocks:
         """Take rows out of the page table; they exist on for whoever still works with them."""
         listed = rows[(self.table.flags[rows] & GONE) == 0]
         if listed.size:
-            self.pages.delete(listed)
+            self.long.front.delete(listed)
             self.table.flags[listed] = (self.table.flags[listed] | GONE) & np.uint8(~VISIBLE & 0xFF)
 
     def show(self, rows: Rows) -> None:
         """List hidden rows again; their keys must not be taken."""
         self.table.flags[rows] &= np.uint8(~GONE & 0xFF)
-        self.pages.insert(rows)
+        self.long.front.insert(rows)
 
     def drop(self, rows: Rows) -> None:
         """Forget rows that have no copies: freed now, or with the last move that names them."""

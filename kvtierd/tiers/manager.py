@@ -257,7 +257,7 @@ class TierManager:
         }
         store = {f"nvme_{name}": value for name, value in self._store.stats().items()} if self._store else {}
         more = {name: value for report in self.reports for name, value in report().items()}
-        gauges |= copies.shapes.stats()
+        gauges |= copies.shapes.stats() | copies.blocks.long.stats()
         return {**gauges, **copies.tier_counts(), **store, **copies.counters, **more}
 
     def _table(self) -> dict[type, Handler]:
