@@ -21,6 +21,7 @@ from kvtierd.storage import superblock
 from kvtierd.storage.buffers import Scratch
 from kvtierd.storage.directory import DirectoryLock
 from kvtierd.storage.facts import Facts, Head
+from kvtierd.storage.headers import FoundHeader, read_headers, write_headers
 from kvtierd.storage.index_frames import FRAME_MAGIC
 from kvtierd.storage.index_load import Loaded, load_index
 from kvtierd.storage.index_log import IndexLog
@@ -32,7 +33,7 @@ from kvtierd.storage.payloads import damaged_payloads
 from kvtierd.storage.record import Life
 from kvtierd.storage.recovery import Live, live_blocks
 from kvtierd.storage.scan import Scan, Scanner
-from kvtierd.storage.segment import FoundHeader, Segment, read_headers, write_headers
+from kvtierd.storage.segment import Segment
 from kvtierd.storage.superblock import Superblock
 
 LEFTOVERS = ("probe", "trial-data", "trial", "superblock.new")
@@ -196,6 +197,9 @@ class Checker:
         mends = self._repair and life is not None and life.size_bytes == segment.size_bytes
         if mends and life is not None:
             write_headers(segment.file, life, uuid, self._scratch)
+        if header.is_interrupted:
+            self.report.note(f"segment {segment.number} at 0", header.problem)
+            return
         lost = "; what it held is lost, and the daemon reuses it" if life is None else ""
         self.report.problem(f"segment {segment.number} at 0", header.problem + lost, is_repaired=mends)
 

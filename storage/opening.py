@@ -13,6 +13,7 @@ from kvtierd.core.errors import ExitCode, StartupError
 from kvtierd.core.units import format_bytes
 from kvtierd.storage import superblock
 from kvtierd.storage.buffers import Scratch
+from kvtierd.storage.headers import FoundHeader, read_headers, write_headers
 from kvtierd.storage.index_load import Loaded, load_index, remove_unfinished
 from kvtierd.storage.index_log import IndexLog
 from kvtierd.storage.interface import Recovered
@@ -22,7 +23,7 @@ from kvtierd.storage.metadata import MetadataFiles
 from kvtierd.storage.pool import IoPool
 from kvtierd.storage.reopening import Reopening
 from kvtierd.storage.ring import Ring
-from kvtierd.storage.segment import FoundHeader, Segment, read_headers, write_headers
+from kvtierd.storage.segment import Segment
 from kvtierd.storage.space import Plan, plan
 from kvtierd.storage.superblock import Superblock
 

@@ -12,12 +12,13 @@ from typing import TypeVar
 
 from kvtierd.core.units import PAGE_BYTES, format_bytes
 from kvtierd.storage.buffers import Scratch
+from kvtierd.storage.headers import write_headers
 from kvtierd.storage.interface import DiskError, Extent
 from kvtierd.storage.io import SegmentFile, StorageIo, write_exact
 from kvtierd.storage.layout import FIRST_RECORD, segment_name
 from kvtierd.storage.pool import IoPool
 from kvtierd.storage.record import Life
-from kvtierd.storage.segment import NO_TAG, Segment, write_headers
+from kvtierd.storage.segment import NO_TAG, Segment
 from kvtierd.storage.space import MIN_SEGMENTS, Plan, Punchable
 
 T = TypeVar("T")

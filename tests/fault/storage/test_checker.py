@@ -7,13 +7,15 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvtierd.cli.main import main
 from kvtierd.core.errors import ExitCode, StartupError
 from kvtierd.core.units import KIB
-from kvtierd.storage import superblock
+from kvtierd.storage import headers, superblock
 from kvtierd.storage.checker import Report, Verdict, check_store
+from kvtierd.storage.record import Life
 from kvtierd.storage.superblock import Superblock
 from tests.fault.storage.test_damage import FIRST, RECORD, flip
 from tests.unit.storage.blocks import ON_A_MODEL, by_key, forget_index, known, opened, put, readable, run
@@ -305,5 +307,50 @@ def test_any_flipped_bit_in_a_journal_costs_nothing_that_was_flushed(folder: Pat
                 flip(victim / journal.name, byte, byte % 8)
                 assert await found(victim) == set(range(1, COUNT)), (journal.name, byte)
                 shutil.rmtree(victim)
+
+    run(check)
+
+
+@pytest.mark.parametrize("has_first_copy", [False, True])
+def test_segment_that_was_being_made_when_the_process_was_killed_is_no_problem(
+    folder: Path, *, has_first_copy: bool
+) -> None:
+    """Its file is there, and of its header nothing, or the first copy."""
+
+    async def check() -> None:
+        first, *_ = await filled(folder)
+        page, size = np.zeros(4096, np.uint8), first.stat().st_size
+        if has_first_copy:
+            uuid = (await superblock.load(folder)).uuid
+            headers.encode_header(Life(7, 9 << 40, 7, size), uuid, page)
+        (folder / "segment-000007").write_bytes(page.tobytes() + bytes(size - 4096))
+        report = await check_store(folder)
+        assert (report.verdict, problems(report)) == (Verdict.CLEAN, [])
+        assert [finding.place for finding in report.findings] == ["segment 7 at 0"]
+        async with opened(folder, **FIELDS) as (_, recovered):
+            assert recovered.dropped == 0
+            assert len(recovered.extents) == COUNT - 1
+
+    run(check)
+
+
+def test_recycling_that_a_kill_cut_off_between_the_two_copies_is_no_problem(folder: Path) -> None:
+    async def check() -> None:
+        async with opened(folder, **FIELDS) as (store, _):
+            for number in range(COUNT):
+                await put(store, known(number))
+        first, *_ = sorted(folder.glob("segment-*"))
+        data = bytearray(first.read_bytes())
+        uuid = (await superblock.load(folder)).uuid
+        page = np.zeros(4096, np.uint8)
+        headers.encode_header(Life(0, 9 << 40, 7, len(data)), uuid, page)
+        first.write_bytes(page.tobytes() + bytes(data[4096:]))
+        report = await check_store(folder)
+        assert [finding.what for finding in report.findings if finding.is_note][:1] == [
+            "the copies of its header are of two lives; the later one counts"
+        ]
+        async with opened(folder, **FIELDS) as (_, recovered):
+            assert all(extent.segment != 0 for extent in recovered.extents), "the later life has no records"
+        assert first.read_bytes()[-4096:] == first.read_bytes()[:4096], "a start makes the copies equal"
 
     run(check)

@@ -12,7 +12,7 @@ from kvtierd.core.checksum import layer_sums
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.namespace import Namespace
 from kvtierd.core.units import PAGE_BYTES
-from kvtierd.storage import index_frames, layout, record, segment, superblock
+from kvtierd.storage import headers, index_frames, layout, record, superblock
 from kvtierd.storage.facts import Facts
 from kvtierd.storage.index_frames import FrameWriter, decode_file
 from kvtierd.storage.index_log import encode_facts
@@ -57,9 +57,9 @@ def test_example_superblock_is_what_the_text_says(files: dict[str, np.ndarray]) 
 
 def test_example_segment_header_is_what_the_text_says(files: dict[str, np.ndarray]) -> None:
     page = files["segment-000000"][:PAGE_BYTES]
-    assert segment.decode_header(page, 0, UUID) == LIFE
+    assert headers.decode_header(page, 0, UUID) == LIFE
     written = np.ones(PAGE_BYTES, np.uint8)
-    segment.encode_header(LIFE, UUID, written)
+    headers.encode_header(LIFE, UUID, written)
     assert np.array_equal(written, page)
 
 
