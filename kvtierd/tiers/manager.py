@@ -12,9 +12,6 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from kvtierd.config.schema import Settings
 from kvtierd.core.clock import Clock
 from kvtierd.core.errors import ErrorCode, RequestError
@@ -26,14 +23,15 @@ from kvtierd.policy.return_eviction import ReturnEviction
 from kvtierd.policy.returns import ReturnModel
 from kvtierd.protocol import messages as m
 from kvtierd.protocol.service import Answer, ChunkFiles, Session
-from kvtierd.storage.interface import BlockStore, Extent, Recovered
+from kvtierd.storage.interface import BlockStore
 from kvtierd.tiers.admin import Admin
-from kvtierd.tiers.blocks import VISIBLE, Blocks, Rows
+from kvtierd.tiers.blocks import Blocks
 from kvtierd.tiers.copies import Copies, EventSink
 from kvtierd.tiers.demand import Demand
 from kvtierd.tiers.gpu_tier import GpuTier
 from kvtierd.tiers.host_tier import HostTier
 from kvtierd.tiers.offload import Offload
+from kvtierd.tiers.on_disk import OnDisk
 from kvtierd.tiers.onboard import Onboarder
 from kvtierd.tiers.part_reads import PartReads
 from kvtierd.tiers.pressure import Pressure
@@ -104,8 +102,7 @@ class TierManager:
             limit = min(settings.nvme.write_queue_bytes, settings.host.capacity // 2)
             self._write_behind = WriteBehind(self.copies, store, limit, clock)
             self._offload = Offload(self.copies, self._write_behind, settings.nvme, settings.max_blocks, clock, secret)
-            store.on_reclaim(self._reclaimed)
-            store.on_rewrite(lambda rows: self._demand.heat(rows.astype(np.int32)), self._moved)
+            self.on_disk = OnDisk(self.copies, store, tenant, self._demand, self._offload)
         self._speeds = Speeds(clock)
         self._onboarder = Onboarder(self._room, store, self._workers, self._speeds, ONBOARDS_INFLIGHT_MAX)
         uses = Uses(self.copies, model, clock)
@@ -134,7 +131,7 @@ class TierManager:
     async def start(self) -> None:
         """Recover the nvme tier, then serve. The host tier gets its memory in the background."""
         if self._store is not None:
-            self._recover(await self._store.open())
+            self.on_disk.recover(await self._store.open())
             capacity = self._store.stats().get("capacity_bytes", self.settings.nvme.capacity)
             self._demand.add_tier("nvme", int(capacity))
         self._speeds.host.note(*await self._workers.run(probe_copy))
@@ -309,59 +306,6 @@ class TierManager:
             layer_stride=shape.layer_stride,
         )
         return Answer(reply)
-
-    def _recover(self, found: Recovered) -> None:
-        """Make rows for what the store found."""
-        blocks, table = self.copies.blocks, self.copies.blocks.table
-        kept: list[npt.NDArray[np.intp]] = []
-        kept_rows: list[Rows] = []
-        order = np.argsort(found.space, kind="stable")
-        spaces, begins = np.unique(found.space[order], return_index=True)
-        for space, places in zip(spaces.tolist(), np.split(order, begins)[1:], strict=True):
-            try:
-                namespace = found.namespaces[found.digests[space]]
-                entry = self.copies.namespaces.register(self.tenant, namespace, allow_loss=False)
-            except RequestError as error:  # more than fit: that must not keep the daemon from starting
-                _log.warning("recovery: %d blocks are left out: %s", places.size, error)
-                found.dropped += places.size
-                continue
-            rows, position = blocks.add(found.keys[places], entry.number, VISIBLE)
-            blocks.mark(rows, m.TIER_NVME)
-            mine = places[position]
-            table.segment[rows] = found.extents.segment[mine]
-            table.extent_page[rows] = found.extents.page[mine]
-            table.block_sum[rows] = found.block_sums[mine]
-            kept.append(mine)
-            kept_rows.append(rows)
-        if kept_rows and self._store is not None:
-            tags = np.concatenate(kept_rows).astype(np.int64)
-            self._store.adopt(found.extents.take(np.concatenate(kept)), tags)
-        self.copies.counters["recovered_blocks"] += sum(rows.size for rows in kept_rows)
-        self.copies.counters["recovery_dropped_blocks"] += found.dropped
-
-    def _moved(self, told: list[tuple[int, Extent, Extent]]) -> list[bool]:
-        """The store has written blocks again elsewhere; those that still are where they were go along."""
-        table = self.copies.blocks.table
-        kept = []
-        if self._offload is not None:
-            self._offload.rewritten(sum(new.length for _, _, new in told))
-        for row, old, new in told:
-            same = table.segment[row] == old.segment and table.extent_page[row] == old.offset // PAGE_BYTES
-            if same:
-                table.segment[row], table.extent_page[row] = new.segment, new.offset // PAGE_BYTES
-            kept.append(bool(same))
-        return kept
-
-    def _reclaimed(self, gone: list[tuple[int, Extent]]) -> None:
-        """The store recycles a segment: these extents are no copies any more."""
-        table = self.copies.blocks.table
-        rows = np.array([row for row, _ in gone], np.int32)
-        segments = np.array([extent.segment for _, extent in gone])
-        pages = np.array([extent.offset // PAGE_BYTES for _, extent in gone])
-        same = (table.segment[rows] == segments) & (table.extent_page[rows] == pages)
-        if same.any():
-            self.copies.counters["nvme_reclaimed_blocks"] += int(same.sum())
-            self.copies.drop_nvme(rows[same])
 
     async def _tick(self) -> None:
         while True:

@@ -163,7 +163,7 @@ def test_case_29_what_the_store_writes_again_counts_against_the_budget():
         rows = rig.manager.copies.blocks.find(keys, 0)
         entry = rig.manager.copies.namespaces[0]
         old = rig.manager.copies.extent(int(rows[0]), entry)
-        assert rig.manager._moved([(int(rows[0]), old, type(old)(0, 1 << 20, old.length))]) == [True]
+        assert rig.manager.on_disk.moved([(int(rows[0]), old, type(old)(0, 1 << 20, old.length))]) == [True]
         assert count(rig, "write_budget_bytes") == before - old.length
 
     run(scenario, daily_write_budget=400 * BLOCK)
