@@ -34,6 +34,10 @@ class DiskError(StorageError):
     """The disk refused: not the caller's mistake, and not damage of what is stored."""
 
 
+class DegradedError(DiskError):
+    """Not tried, because the disk takes no writes now; why was said when that began."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extent:
     """Where a stored block lies: its header is at `offset` of the segment, `length` counts header and payload."""

@@ -23,7 +23,7 @@ from kvtierd.storage import superblock
 from kvtierd.storage.directory import DirectoryLock, prepare
 from kvtierd.storage.endurance import Endurance
 from kvtierd.storage.health import Health
-from kvtierd.storage.interface import DiskError, Extent, Extents, IoMode, ReadItem, Recovered, WriteItem
+from kvtierd.storage.interface import DegradedError, DiskError, Extent, Extents, IoMode, ReadItem, Recovered, WriteItem
 from kvtierd.storage.io import StorageIo
 from kvtierd.storage.io_select import SelectedIo
 from kvtierd.storage.live import Live
@@ -164,7 +164,7 @@ class SegmentStore:
         begun_ns = self._clock.now_ns()
         if not await live.health.works():
             self._counters["refused_blocks"] += len(items)
-            return [DiskError(f"the nvme tier is degraded: {live.health.cause}") for _ in items]
+            return [DegradedError(f"the nvme tier is degraded: {live.health.cause}") for _ in items]
         drafts = live.writes.drafts(items)
         await live.room(sum(draft.length for draft in drafts))
         if self._live is not live:

@@ -17,7 +17,7 @@ import numpy as np
 from kvtierd.core.clock import Clock
 from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.gpu.slot_pool import SlotClass, Slots
-from kvtierd.storage.interface import BlockStore, Extent, WriteItem
+from kvtierd.storage.interface import BlockStore, DegradedError, Extent, WriteItem
 from kvtierd.tiers.blocks import OFFLOADING, RETURNED, Rows
 from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.namespaces import NamespaceEntry
@@ -216,7 +216,8 @@ class WriteBehind:
                 corrupt.append(row)
             elif result is not None:
                 fields = copies.log_fields(row, "nvme")
-                _log.warning("nvme write: %s; the block stays in host only", result, extra=fields)
+                level = logging.DEBUG if isinstance(result, DegradedError) else logging.WARNING
+                _log.log(level, "nvme write: %s; the block stays in host only", result, extra=fields)
                 copies.counters["offload_failed_blocks"] += 1
                 self.failed_ns = self._clock.now_ns()
         copies.written(batch.rows)
