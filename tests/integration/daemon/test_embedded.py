@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -197,26 +198,50 @@ def test_temporary_folder_is_removed_with_its_daemon() -> None:
 
 def test_sockets_are_for_the_group_only(spawn) -> None:
     daemon = spawn().start()
-    (folder,) = (entry for entry in daemon.runtime_dir.iterdir() if entry.is_dir())
+    folders = {entry.name: entry for entry in daemon.runtime_dir.iterdir() if entry.is_dir()}
+    assert set(folders) == {"admin", "default"}  # the operators' socket, and the tenant's
+    assert folders["admin"].stat().st_mode & 0o777 == 0o700
+    folder = folders["default"]
     assert folder.stat().st_mode & 0o777 == 0o750
     sockets = [entry for entry in folder.iterdir() if entry.is_socket()]
     assert sockets
     assert all(entry.stat().st_mode & 0o007 == 0 for entry in sockets)
 
 
-def test_ready_is_told_to_the_service_manager(tmp_path: Path) -> None:
+def test_each_state_is_told_to_the_service_manager(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.settimeout(60)
         manager.bind(str(tmp_path / "n"))
         settings = SMALL | {"nvme__directory": tmp_path / "d", "server__runtime_dir": tmp_path / "r"}
+        settings |= {"metrics__listen": ""}
         options = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
         process = subprocess.Popen(
             [sys.executable, "-m", "kvtierd.daemon.main", "--config", os.devnull, *options],
-            env={**os.environ, "NOTIFY_SOCKET": str(tmp_path / "n")},
-            stderr=subprocess.PIPE,
+            env={**os.environ, "NOTIFY_SOCKET": str(tmp_path / "n"), "WATCHDOG_USEC": "400000"},
+            stderr=subprocess.DEVNULL,
         )
-        with process:
-            assert manager.recv(4096).startswith(b"READY=1\nMAINPID=%d\n" % process.pid)
+
+        def heard_until(wanted: str) -> list[str]:
+            """What it says up to a line with this beginning."""
+            lines: list[str] = []
+            while not any(line.startswith(wanted) for line in lines):
+                lines += manager.recv(4096).decode().splitlines()
+            return lines
+
+        try:
+            starting = heard_until("READY=1")
+            assert starting[0] == "STATUS=starting"
+            assert "STATUS=recovering the nvme tier" in starting
+            assert any(line.startswith("EXTEND_TIMEOUT_USEC=") for line in starting)
+            assert f"MAINPID={process.pid}" in starting
+            assert heard_until("WATCHDOG=1")
+            process.send_signal(signal.SIGHUP)
+            reloading = heard_until("READY=1")
+            begin = reloading.index("RELOADING=1")
+            assert re.fullmatch(r"MONOTONIC_USEC=\d+", reloading[begin + 1])
             process.send_signal(signal.SIGINT)
-            assert manager.recv(4096) == b"STOPPING=1"
+            assert heard_until("STOPPING=1")
             assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait()
