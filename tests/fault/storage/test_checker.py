@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -158,33 +157,6 @@ def test_damaged_payload_is_found_with_verify_data_and_left_out_after_repair(fol
     run(check)
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "journal"])
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.95])
-def test_any_damage_of_the_index_is_detected_and_serves_no_deleted_block(folder: Path, kind: str, share: float) -> None:
-    async def check() -> None:
-        await filled(folder)
-        path = max(path for path in folder.glob(f"{kind}-*") if path.stat().st_size)
-        flip(path, int(path.stat().st_size * share))
-        report = await check_store(folder)
-        assert report.findings, "damage was not seen"
-        await check_store(folder, repair=True)
-        assert (await check_store(folder)).verdict is Verdict.CLEAN
-        assert await found(folder) == set(range(1, COUNT))
-
-    run(check)
-
-
-@pytest.mark.parametrize("byte", range(0, 600, 7))
-def test_start_over_a_damaged_index_finds_everything_but_the_deleted(folder: Path, byte: int) -> None:
-    async def check() -> None:
-        await filled(folder)
-        path = max(folder.glob("checkpoint-*"))
-        flip(path, byte % path.stat().st_size, byte % 8)
-        assert await found(folder) == set(range(1, COUNT))
-
-    run(check)
-
-
 def test_store_without_an_index_is_repaired_by_a_scan(folder: Path) -> None:
     async def check() -> None:
         await filled(folder)
@@ -273,42 +245,6 @@ def test_dump_shows_each_record_of_a_segment(folder: Path, capsys: pytest.Captur
     assert all(line.endswith("whole") for line in blocks[:2] + blocks[3:])
     assert kinds[-1] == "end"
     assert main(["dump", str(folder / "superblock")]) == ExitCode.USAGE
-
-
-async def killed(folder: Path) -> Path:
-    """A store with two journals and blocks that only they name, as a killed process leaves it, and its copy."""
-    copy = folder / "killed"
-    async with opened(folder / "store", **FIELDS) as (store, _):
-        extents = await put(store, *map(known, range(4)))
-        await store.flush()
-        await store.delete([(known(0).digest, known(0).key, extents[0])])
-        await put(store, *map(known, range(4, 7)))
-        await store.flush()
-        shutil.copytree(folder / "store", folder / "first")
-    async with opened(folder / "first", **FIELDS) as (store, _):
-        await put(store, *map(known, range(7, COUNT)))
-        await store.flush()
-        shutil.copytree(folder / "first", copy)
-    return copy
-
-
-@pytest.mark.parametrize("step", range(12))
-def test_any_flipped_bit_in_a_journal_costs_nothing_that_was_flushed(folder: Path, step: int) -> None:
-    """Also where a later journal goes on: what it says to cover may be in the frames that are lost."""
-
-    async def check() -> None:
-        copy = await killed(folder)
-        journals = [path for path in sorted(copy.glob("journal-*")) if path.stat().st_size]
-        assert len(journals) >= 2
-        for number, journal in enumerate(journals):
-            for byte in range(step * 5, journal.stat().st_size, 60):
-                victim = folder / f"{number}-{byte}"
-                shutil.copytree(copy, victim)
-                flip(victim / journal.name, byte, byte % 8)
-                assert await found(victim) == set(range(1, COUNT)), (journal.name, byte)
-                shutil.rmtree(victim)
-
-    run(check)
 
 
 @pytest.mark.parametrize("has_first_copy", [False, True])
