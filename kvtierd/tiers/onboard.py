@@ -7,22 +7,20 @@ is held by its move and by every waiter from the start, so it cannot change hand
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 
 import numpy as np
-import numpy.typing as npt
 
-from kvtierd.core.checksum import Sums, block_sum, layer_sums
+from kvtierd.core.checksum import block_sum, layer_sums
 from kvtierd.core.errors import CorruptionError, ErrorCode, RequestError, StorageError
 from kvtierd.core.token_spans import clear_padding, copy_tokens, of_tokens
 from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.protocol.messages import TIER_GPU
 from kvtierd.storage.interface import BlockStore, ReadItem
 from kvtierd.tiers.blocks import PREFETCHED, READ_BACK, Rows
+from kvtierd.tiers.moves import Arrival, Move
 from kvtierd.tiers.namespaces import NamespaceEntry
 from kvtierd.tiers.room import Room
-from kvtierd.tiers.shapes import HeldPiece
 from kvtierd.tiers.speeds import Speeds
 from kvtierd.tiers.workers import Workers
 
@@ -30,33 +28,6 @@ _log = logging.getLogger(__name__)
 
 PIECE_BLOCKS = 8
 """Blocks of one job: small enough to spread a request over all threads, large enough to hide a job's own cost."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Arrival:
-    """A move into host under way: `slot` belongs to the row when `done` says True."""
-
-    slot: int
-    done: asyncio.Future[None]
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Move:
-    """One job into host: rows of one namespace and their destinations; `good` says which arrived whole.
-
-    `sources` are the gpu slots it copies from, held since the job was planned; empty where it reads from nvme.
-    """
-
-    entry: NamespaceEntry
-    cls: SlotClass
-    rows: Rows
-    slots: Slots
-    sources: Slots
-    sums: Sums
-    good: npt.NDArray[np.bool_]
-    done: asyncio.Future[None]
-    scattered: list[HeldPiece] = dataclasses.field(default_factory=list)
-    """What it gathers from extents of other sizes, held likewise."""
 
 
 class Onboarder:

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.config.schema import Leases, Settings
-from kvtierd.core.checksum import Sums, copy_and_sum, layer_sums
 from kvtierd.core.clock import Clock
 from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.core.keys import Keys
@@ -43,6 +42,7 @@ from kvtierd.tiers.room import Room
 from kvtierd.tiers.sessions import keys_of, namespace_of, need_arena, need_frames, parent_of
 from kvtierd.tiers.speeds import Speeds
 from kvtierd.tiers.usage import Uses
+from kvtierd.tiers.verify import copy_whole, whole_blocks
 from kvtierd.tiers.workers import Workers
 
 SLOWEST_TOKENS_PER_S = 1e-6
@@ -164,7 +164,7 @@ class Reads:
         try:
             sums = self._copies.host.sums_of(cls, slots)
             payload = np.empty((slots.size, shape.block_bytes), np.uint8)
-            good = await self._workers.run(lambda: self._copy_out(entry, cls, slots, sums, payload))
+            good = await self._workers.run(lambda: copy_whole(self._copies.host, cls, slots, sums, shape, payload))
         finally:
             self._speeds.host.end(good * shape.block_bytes)
             self._copies.host.release(cls, slots)
@@ -296,8 +296,11 @@ class Reads:
             raise
         self._uses.read(session, entry, keys, rows, slots, parent)
         if request.verify:
+            host = self._copies.host
             try:
-                good = await self._workers.run(lambda: self._check(entry, cls, slots))
+                good = await self._workers.run(
+                    functools.partial(whole_blocks, host, cls, slots, host.sums_of(cls, slots), entry.geometry)
+                )
             except BaseException:
                 self._copies.host.release(cls, slots)
                 raise
@@ -325,25 +328,6 @@ class Reads:
         if lease is None:
             raise RequestError(ErrorCode.NOT_YOURS, f"lease {number} is not this session's, or has ended")
         return lease
-
-    def _check(self, entry: NamespaceEntry, cls: SlotClass, slots: Slots) -> int:
-        """How many leading slots match their sums. Runs in a worker thread."""
-        sums = self._copies.host.sums_of(cls, slots)
-        for i, slot in enumerate(slots.tolist()):
-            if (layer_sums(self._copies.host.view(cls, slot), entry.geometry) != sums[i]).any():
-                return i
-        return int(slots.size)
-
-    def _copy_out(
-        self, entry: NamespaceEntry, cls: SlotClass, slots: Slots, sums: Sums, payload: npt.NDArray[np.uint8]
-    ) -> int:
-        """Copy blocks into `payload` [n, block_bytes]; how many leading ones match their sums. In a worker thread."""
-        seen = np.empty(entry.geometry.layers, np.uint64)
-        for i, slot in enumerate(slots.tolist()):
-            copy_and_sum(self._copies.host.view(cls, slot), payload[i], entry.geometry, seen, packed=True)
-            if (seen != sums[i]).any():
-                return i
-        return int(slots.size)
 
     def _drop_bad(self, entry: NamespaceEntry, rows: Rows, slots: Slots, good: int) -> None:
         """The block after the good ones did not match its sums: drop its host copy, a good one may be on disk."""

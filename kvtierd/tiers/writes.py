@@ -8,13 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.config.schema import Settings
-from kvtierd.core.checksum import Sums, block_sum, fill_and_sum, layer_sums
+from kvtierd.core.checksum import Sums
 from kvtierd.core.clock import Clock
 from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.core.keys import Keys
 from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.protocol.messages import (
-    MAX_BATCH,
     SLOT_BUSY,
     SLOT_EXISTS,
     SLOT_GRANTED,
@@ -38,6 +37,7 @@ from kvtierd.tiers.pressure import RETRY_MS
 from kvtierd.tiers.room import Room
 from kvtierd.tiers.sessions import keys_of, namespace_of, need_arena, need_frames, parent_of, sums_of
 from kvtierd.tiers.usage import Store, Uses
+from kvtierd.tiers.verify import check_totals, fill, places_of, whole_blocks
 from kvtierd.tiers.workers import Workers
 
 Frames = Sequence[memoryview]
@@ -140,7 +140,7 @@ class Writes:
             return Answer(PutReply(id=0, stored=0, existed=existed, refused=refused, retry_after_ms=retry))
         reservation.busy = True
         try:
-            sums = await self._workers.run(lambda: self._fill(reservation, payloads, totals))
+            sums = await self._workers.run(lambda: fill(self._copies.host, reservation, payloads, totals))
         except BaseException:
             self._give_back(reservation)
             raise
@@ -211,19 +211,9 @@ class Writes:
         expires_ns = self._clock.now_ns() + self._ttl_ns
         # Frames do not outlive the request.
         mine, before = keys[position].copy(), None if parent is None else parent.copy()
+        ids = copies.blocks.ids(chain)
         reservation = Reservation(
-            number,
-            session.id,
-            entry,
-            cls,
-            mine,
-            rows,
-            slots,
-            position,
-            chain,
-            copies.blocks.ids(chain),
-            before,
-            expires_ns,
+            number, session.id, entry, cls, mine, rows, slots, position, chain, ids, before, expires_ns
         )
         self.reservations.add(reservation)
         copies.counters["reserved_blocks"] += slots.size
@@ -244,38 +234,15 @@ class Writes:
         self._uses.stored(store, cls, told, slots)
         return slots
 
-    def _which(self, reservation: Reservation, index: list[int] | None) -> npt.NDArray[np.intp]:
-        """Positions within the reservation of the blocks that a Commit names by their place in the keys."""
-        if index is None:
-            return np.arange(reservation.position.size)
-        if max(index, default=0) > MAX_BATCH:  # might not fit the array's type either
-            raise RequestError(ErrorCode.BAD_ARGUMENT, f"block {max(index)} was not granted by this reservation")
-        wanted = np.array(index, np.int64)
-        places = np.searchsorted(reservation.position, wanted)
-        places[places >= reservation.position.size] = 0
-        wrong = reservation.position[places] != wanted
-        if wrong.any():
-            bad = int(wanted[wrong][0])
-            raise RequestError(
-                ErrorCode.BAD_ARGUMENT, f"block {bad} was not granted by this reservation, or is committed"
-            )
-        if np.bincount(places, minlength=1).max() > 1:
-            raise RequestError(ErrorCode.BAD_ARGUMENT, "a commit names a block twice")
-        return places
-
     def _checked(
         self, session: Session, request: Commit, frames: Frames
     ) -> tuple[Reservation, npt.NDArray[np.intp], Sums, Sums]:
         """What a Commit names: (reservation, places in it, layer sums, block sums). RequestError when it is off."""
         reservation = self._reservation(session, request.reservation)
-        which = self._which(reservation, request.index)
+        which = places_of(reservation, request.index)
         sums = sums_of(frames[0], which.size, reservation.entry.geometry.layers, "layer sums")
         totals = sums_of(frames[1], which.size, 1, "block sums")[:, 0]
-        for i, total in enumerate(totals.tolist()):
-            if block_sum(sums[i]) != total:
-                raise RequestError(
-                    ErrorCode.CHECKSUM_MISMATCH, f"block {int(which[i])}: its layer sums do not hash to its block sum"
-                )
+        check_totals(which, sums, totals)
         return reservation, which, sums, totals
 
     async def _commit_verified(self, session: Session, request: Commit, frames: Frames) -> Answer:
@@ -283,11 +250,12 @@ class Writes:
         reservation, which, sums, totals = self._checked(session, request, frames)
         reservation.busy = True
         try:
-            bad = await self._workers.run(lambda: self._first_bad(reservation, which, sums))
-            if bad >= 0:
+            host, cls, slots = self._copies.host, reservation.cls, reservation.slots[which]
+            good = await self._workers.run(lambda: whole_blocks(host, cls, slots, sums, reservation.entry.geometry))
+            if good < slots.size:
                 raise RequestError(
                     ErrorCode.CHECKSUM_MISMATCH,
-                    f"block {int(reservation.position[which[bad]])}: its bytes do not match its layer sums",
+                    f"block {int(reservation.position[which[good]])}: its bytes do not match its layer sums",
                 )
             return self._finish(reservation, which, sums, totals)
         finally:
@@ -372,25 +340,3 @@ class Writes:
         if reservation.busy:
             raise RequestError(ErrorCode.BUSY, f"reservation {number} is being committed", retry_after_ms=RETRY_MS)
         return reservation
-
-    def _first_bad(self, reservation: Reservation, which: npt.NDArray[np.intp], sums: Sums) -> int:
-        """First of the named blocks whose bytes do not match; -1 when all do. In a worker thread."""
-        slots = reservation.slots[which].tolist()
-        for i, slot in enumerate(slots):
-            view = self._copies.host.view(reservation.cls, slot)
-            if (layer_sums(view, reservation.entry.geometry) != sums[i]).any():
-                return i
-        return -1
-
-    def _fill(self, reservation: Reservation, payloads: Sequence[memoryview], totals: Sums) -> Sums:
-        """Copy payloads into their slots; RequestError when one does not match its sum. In a worker thread."""
-        shape = reservation.entry.geometry
-        sums = np.empty((reservation.slots.size, shape.layers), np.uint64)
-        for i, (slot, position) in enumerate(
-            zip(reservation.slots.tolist(), reservation.position.tolist(), strict=True)
-        ):
-            packed = np.frombuffer(payloads[position], np.uint8)
-            fill_and_sum(packed, self._copies.host.view(reservation.cls, slot), shape, sums[i])
-            if block_sum(sums[i]) != int(totals[position]):
-                raise RequestError(ErrorCode.CHECKSUM_MISMATCH, f"block {position} does not match its block sum")
-        return sums

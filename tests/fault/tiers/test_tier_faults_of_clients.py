@@ -15,7 +15,7 @@ from kvtierd.core.namespace import Namespace
 from kvtierd.protocol import messages as m
 from kvtierd.testing.memory_store import MemoryStore
 from kvtierd.testing.rig import SHAPE, Rig, make_keys, pattern
-from kvtierd.tiers import namespaces
+from kvtierd.tiers import namespaces, writes
 
 PER_CHUNK = (1 << 20) // SHAPE.slot_bytes
 
@@ -211,7 +211,7 @@ def test_case_15_a_client_that_dies_while_its_commit_is_verified_leaves_nothing_
         keys = make_keys(3)
         grant = await rig.reserve(session, ns, keys)
         sums = rig.fill(grant, keys)
-        begun, go_on = hold_up(monkeypatch, rig.manager._writes, "_first_bad")
+        begun, go_on = hold_up(monkeypatch, writes, "whole_blocks")
         commit = asyncio.create_task(rig.commit(session, grant, sums[: len(index or keys)], verify=True, index=index))
         await until(begun)
         if index is None:
@@ -234,7 +234,7 @@ def test_case_05_a_put_that_is_cancelled_twice_keeps_its_slots_until_its_thread_
             sums = np.zeros(SHAPE.layers, np.uint64)
             fill_and_sum(payload, np.zeros(SHAPE.slot_bytes, np.uint8), SHAPE, sums)
             totals[i] = block_sum(sums)
-        begun, go_on = hold_up(monkeypatch, rig.manager._writes, "_fill")
+        begun, go_on = hold_up(monkeypatch, writes, "fill")
         request = m.Put(id=1, namespace=ns)
         put = asyncio.create_task(rig.call(session, request, keys.tobytes(), totals.tobytes(), *payloads))
         await until(begun)
