@@ -265,3 +265,11 @@ def test_what_was_cancelled_says_so():
     device = HostAttention()
     assert not device.compute(device.begin(query), kv.blocks, cancel=np.ones(1, np.uint8))
     assert device.compute(device.begin(query), kv.blocks, cancel=np.zeros(1, np.uint8))
+
+
+@pytest.mark.parametrize("shift", [1, 2, 7, 64])
+def test_the_same_blocks_in_other_memory_give_the_same_bits(shift):
+    dtypes = ("bf16", "fp8_e4m3", "fp32")
+    here, there = (make_kv(np.random.default_rng(18), geometry(), 90, dtypes, shift=at) for at in (0, shift))
+    query = ask(here, 90, queries=2)
+    assert np.array_equal(attend_all(here, query)[0], attend_all(there, query)[0])
