@@ -68,6 +68,7 @@ class HttpServer:
         self._routes = routes
         self._open: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
+        self._path: Path | None = None
 
     async def listen_tcp(self, address: str) -> None:
         """Listen on HOST:PORT. Raises StartupError (74) naming the setting."""
@@ -86,6 +87,7 @@ class HttpServer:
             path.unlink(missing_ok=True)
             self._server = await asyncio.start_unix_server(self._connected, path, limit=MAX_HEAD_BYTES)
             path.chmod(SOCKET_MODE)
+            self._path = path
         except OSError as error:
             raise StartupError(ExitCode.IO, f"cannot listen on {path}: {error.strerror}") from error
 
@@ -100,6 +102,8 @@ class HttpServer:
         if self._server is None:
             return
         self._server.close()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
         for task in list(self._open):
             task.cancel()
         if self._open:

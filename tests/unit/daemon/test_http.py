@@ -166,5 +166,6 @@ def test_unix_socket_is_for_its_owner_and_replaces_a_leftover(tmp_path: Path) ->
         assert (await reader.read()).endswith(b"hello ")
         await _close(writer)
         await server.close()
+        assert not path.exists()
 
     asyncio.run(scenario())
