@@ -22,7 +22,7 @@ T = TypeVar("T", Granted, Leased)
 
 
 class _Ahead(Generic[T]):
-    """`batch` keys at a time; at most one request is ahead. `drop` ends it early. Raises ValueError for no batch."""
+    """`batch` keys at a time; at most two requests are ahead. `drop` ends it early. Raises ValueError for no batch."""
 
     def __init__(self, plans: SlotPlans, handle: NamespaceHandle, keys: Keys, batch: int, build: Build) -> None:
         if batch < 1:
@@ -113,8 +113,9 @@ class Reservations(_Ahead[Granted]):
         """The next reservation, or None behind the last key."""
         if self._at == len(self._pieces):
             return None
+        build = self._build_at(self._at)
         piece, begun = self._next()
-        granted = yield from self._plans.reserve(self._handle, piece, deadline_ns, begun)
+        granted = yield from self._plans.reserve(self._handle, piece, build, deadline_ns, begun)
         try:
             yield from self.more(deadline_ns, 1)
         except BaseException:

@@ -20,7 +20,7 @@ from kvtierd.protocol.client import BATCH, TIMEOUT_S, TRANSFER_TIMEOUT_S
 from kvtierd.protocol.connection import Connection
 from kvtierd.protocol.copying import Copier, default_threads
 from kvtierd.protocol.endpoint import default_endpoint
-from kvtierd.protocol.grants import Granted, Leased, acquire_request
+from kvtierd.protocol.grants import Granted, Leased, acquire_request, reserve_request
 from kvtierd.protocol.holds import After, LeasedSlots, ReservedSlots, check_out
 from kvtierd.protocol.messages import AnyRequest, Delete, Pin, Prefetch, Tier, Unpin
 from kvtierd.protocol.queries import Queries
@@ -153,7 +153,9 @@ class AsyncClient(AsyncParts):
         self, namespace: NamespaceHandle, keys: Keys, *, timeout_s: float | None = None
     ) -> AsyncReservation:
         """As `Client.reserve`."""
-        grant = await self._driver.run(self._slots.reserve(namespace, keys, self._deadline_ns(timeout_s)))
+        grant = await self._driver.run(
+            self._slots.reserve(namespace, keys, reserve_request, self._deadline_ns(timeout_s))
+        )
         return AsyncReservation(self._driver, self._slots, namespace, grant, self.transfer_timeout_s)
 
     async def acquire(

@@ -17,7 +17,7 @@ from kvtierd.protocol.asking import Asking
 from kvtierd.protocol.connection import Connection
 from kvtierd.protocol.copying import Copier, default_threads
 from kvtierd.protocol.endpoint import default_endpoint
-from kvtierd.protocol.grants import acquire_request
+from kvtierd.protocol.grants import acquire_request, reserve_request
 from kvtierd.protocol.holds import Lease, Reservation, check_out
 from kvtierd.protocol.messages import AnyRequest, Delete, Pin, Prefetch, Reshape, Tier, Unpin
 from kvtierd.protocol.part_lease import Part, fetch_part
@@ -171,7 +171,7 @@ class Client:
 
     def reserve(self, namespace: NamespaceHandle, keys: Keys, *, timeout_s: float | None = None) -> Reservation:
         """Slots in the arena to write blocks into; where there is no arena every status is SLOT_BUSY."""
-        grant = self._driver.run(self._slots.reserve(namespace, keys, self._deadline_ns(timeout_s)))
+        grant = self._driver.run(self._slots.reserve(namespace, keys, reserve_request, self._deadline_ns(timeout_s)))
         return Reservation(self._driver, self._slots, namespace, grant, self.transfer_timeout_s)
 
     def acquire(

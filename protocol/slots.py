@@ -22,7 +22,6 @@ from kvtierd.protocol.grants import (
     descriptors,
     granted_views,
     leading,
-    reserve_request,
     sizes_of,
     spans_of,
     sums_of,
@@ -139,13 +138,13 @@ class SlotPlans:
         return (yield from self._asking.request([handle], build, (data,), deadline_ns, prepare=self._attached))
 
     def reserve(
-        self, handle: NamespaceHandle, keys: Keys, deadline_ns: int, begun: Begun | None = None
+        self, handle: NamespaceHandle, keys: Keys, build: Build, deadline_ns: int, begun: Begun | None = None
     ) -> Plan[Granted]:
         """Slots to write into; without arena or daemon every block is refused. `begun` is what `begin` gave."""
         data = as_frame(keys)
         count = data.nbytes // KEY_BYTES
         nothing = Granted(0, 0, np.full(count, SLOT_BUSY, np.uint8), [None] * count)
-        received = yield from self._asked(handle, reserve_request, data, deadline_ns, begun)
+        received = yield from self._asked(handle, build, data, deadline_ns, begun)
         reply = self._asking.accept(received, ReserveReply)
         if reply is None or received is None:
             self._counters["stores_dropped_unavailable"] += count

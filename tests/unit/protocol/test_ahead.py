@@ -179,6 +179,28 @@ def test_a_run_goes_on_behind_a_new_session(client: Client, daemon: ThreadDaemon
     assert client.lookup(handle, keys).count == 12
 
 
+def test_a_batch_tells_what_comes_before_it_also_when_it_is_asked_again(client: Client, daemon: ThreadDaemon) -> None:
+    handle, keys = client.register(SPACE), keys_of(SPACE, 12)
+    parents: list[bytes] = []
+    sessions = daemon.server.sessions
+
+    def before(session: Session, request: AnyRequest) -> None:
+        del session
+        if isinstance(request, Reserve):
+            parents.append(request.parent)
+
+    daemon.service.before = before
+    wanted = [b"", keys[3].tobytes(), keys[7].tobytes()]
+    for number, reservation in enumerate(client.reservations(handle, keys, batch=4)):
+        if number == 0:
+            until(lambda: len(parents) == 2)
+            daemon.call(lambda: [sessions.end(peer) for peer in list(sessions.by_rid.values())])
+        del reservation
+    daemon.service.before = None
+    assert set(parents) == set(wanted)
+    assert parents[:2] == wanted[:2]
+
+
 def test_a_reserve_that_is_refused_raises_and_leaves_nothing(client: Client, daemon: ThreadDaemon) -> None:
     handle, keys = client.register(SPACE), keys_of(SPACE, 12)
     seen = 0
