@@ -14,9 +14,11 @@ from kvtierd.daemon.embedded import EmbeddedDaemon
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def _block(language: str) -> str:
-    (found,) = re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    return str(found)
+def _blocks(language: str) -> str:
+    """All blocks of a language, one behind the other: later ones go on where earlier ones ended."""
+    found = re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert found
+    return "\n".join(found)
 
 
 def test_client_of_the_readme_works(tmp_path: Path) -> None:
@@ -24,11 +26,11 @@ def test_client_of_the_readme_works(tmp_path: Path) -> None:
         tmp_path, host__capacity="8MiB", host__chunk_bytes="4MiB", nvme__segment_bytes="4MiB"
     ) as daemon:
         environment = {**os.environ, "KVTIERD_ENDPOINT": daemon.endpoint}
-        subprocess.run([sys.executable, "-c", _block("python")], cwd=ROOT, env=environment, check=True)
+        subprocess.run([sys.executable, "-c", _blocks("python")], cwd=ROOT, env=environment, check=True)
 
 
 def test_configuration_of_the_readme_is_valid(tmp_path: Path) -> None:
-    (tmp_path / "kvtierd.yaml").write_text(_block("yaml"))
+    (tmp_path / "kvtierd.yaml").write_text(_blocks("yaml"))
     settings = load(config=tmp_path / "kvtierd.yaml", environment={}).settings
     assert (settings.kv_cache_config.block_size, settings.host.capacity) == (256, 8 << 30)
 
