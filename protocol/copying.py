@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from kvtierd.core.checksum import Bytes, Sums, block_sum, copy_and_sum, fill_and_sum, layer_sums, packed_sums
+from kvtierd.core.checksum import Bytes, Sums, copy_and_sum, fill_and_sum, layer_sums, packed_sums
 from kvtierd.core.geometry import Geometry
 
 PARALLEL_BYTES = 1 << 20
@@ -97,11 +97,6 @@ class Copier:
     def abandon(self) -> None:
         """In a forked child: the threads stayed with the parent."""
         self._pool = None
-
-
-def block_sums(sums: Sums) -> Sums:
-    """Each block's checksum from its layer sums: [n] u64."""
-    return np.fromiter((block_sum(row) for row in sums), np.uint64, len(sums))
 
 
 def _unpack(slot: Bytes, packed: Bytes, geometry: Geometry) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtierd.core.checksum import Bytes, Sums
+from kvtierd.core.checksum import Bytes, Sums, block_sums
 from kvtierd.core.keys import KEY_BYTES, Keys
 from kvtierd.protocol.arena import Arena, ArenaError, MappedChunk
 from kvtierd.protocol.asking import Ask, Asking, Begun, Connect, Finish, Plan, Work, as_frame, raw
-from kvtierd.protocol.copying import Copier, block_sums
+from kvtierd.protocol.copying import Copier
 from kvtierd.protocol.grants import (
     Build,
     Granted,

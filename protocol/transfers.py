@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtierd.core.checksum import Bytes
+from kvtierd.core.checksum import Bytes, block_sums
 from kvtierd.core.errors import KvtierdError
 from kvtierd.core.keys import KEY_BYTES, Keys, as_keys
 from kvtierd.protocol.ahead import Leases, Reservations
 from kvtierd.protocol.asking import Asking, Plan, Work, as_frame, raw
-from kvtierd.protocol.copying import Copier, block_sums
+from kvtierd.protocol.copying import Copier
 from kvtierd.protocol.grants import acquire_request, leading, sums_of
 from kvtierd.protocol.messages import SLOT_EXISTS, Get, GetReply, Put, PutReply
 from kvtierd.protocol.queries import Queries

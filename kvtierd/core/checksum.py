@@ -66,6 +66,13 @@ def block_sum(sums: Sums) -> int:
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(sums, _LITTLE_U64).data)
 
 
+def block_sums(sums: Sums) -> Sums:
+    """Checksums of many blocks, [n] u64, from their layer sums [n, layers]."""
+    count, nbytes = sums.shape[0], sums.shape[1] * 8
+    data, digest = np.ascontiguousarray(sums, _LITTLE_U64).reshape(-1).view(np.uint8).data, xxhash.xxh3_64_intdigest
+    return np.array([digest(data[at : at + nbytes]) for at in range(0, count * nbytes, nbytes)], np.uint64)
+
+
 def _check_size(name: str, memory: Bytes, size: int) -> None:
     if memory.size < size:
         raise ValueError(f"{name} has {memory.size} bytes; {size} are wanted")

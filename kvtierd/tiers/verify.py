@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtierd.core.checksum import Sums, block_sum, copy_and_sum, fill_and_sum, layer_sums
+from kvtierd.core.checksum import Sums, block_sum, block_sums, copy_and_sum, fill_and_sum, layer_sums
 from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.core.geometry import Geometry
 from kvtierd.gpu.slot_pool import SlotClass, Slots
@@ -50,11 +50,10 @@ def fill(host: HostTier, reservation: Reservation, payloads: Sequence[memoryview
 
 def check_totals(which: npt.NDArray[np.intp], sums: Sums, totals: Sums) -> None:
     """RequestError naming the first block whose layer sums do not hash to its block sum."""
-    for i, total in enumerate(totals.tolist()):
-        if block_sum(sums[i]) != total:
-            raise RequestError(
-                ErrorCode.CHECKSUM_MISMATCH, f"block {int(which[i])}: its layer sums do not hash to its block sum"
-            )
+    wrong = block_sums(sums) != totals
+    if wrong.any():
+        bad = int(which[wrong.argmax()])
+        raise RequestError(ErrorCode.CHECKSUM_MISMATCH, f"block {bad}: its layer sums do not hash to its block sum")
 
 
 def places_of(reservation: Reservation, index: list[int] | None) -> npt.NDArray[np.intp]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvtierd.core.checksum import PIECE_BYTES, block_sum, copy_and_sum, fill_and_sum, layer_sums
+from kvtierd.core.checksum import PIECE_BYTES, block_sum, block_sums, copy_and_sum, fill_and_sum, layer_sums
 from kvtierd.core.geometry import Geometry
 
 SHAPES = {
@@ -51,6 +51,12 @@ def test_the_shapes_cover_small_whole_and_piecewise_parts() -> None:
 def test_layer_sums_are_hashes_of_the_parts_without_padding(shape: Geometry) -> None:
     slot = random_bytes(shape.slot_bytes)
     assert layer_sums(slot, shape).tolist() == expected_sums(slot, shape)
+
+
+@pytest.mark.parametrize(("count", "layers"), [(0, 3), (1, 1), (5, 32)])
+def test_sums_of_many_blocks_are_those_of_each(count: int, layers: int) -> None:
+    sums = np.random.default_rng(2).integers(0, 2**64, (count, 2 * layers), np.uint64)[:, ::2]
+    assert block_sums(sums).tolist() == [block_sum(row) for row in sums]
 
 
 def test_layer_sums_fill_the_array_they_are_given() -> None:
