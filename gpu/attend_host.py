@@ -33,6 +33,8 @@ _PARTIALS_BYTES = 32 * MIB
 """Bound on what chunks of one piece carry until they are merged."""
 _FIRST_GUESS_NS = 0.1
 """Nanoseconds of one thread for a unit of work, until there is a measurement."""
+_FORGET = 1.02
+"""By how much a measurement ages with each that is slower."""
 _LN_2 = math.log(2.0)
 _RAW_QUERY_MIN, _RAW_QUERY_MAX = 2.0**-32, 2.0**40
 """Largest magnitudes of a query with which e4m3 may stay small in registers."""
@@ -149,9 +151,11 @@ class HostAttention:
         return kept[:count].reshape(shape)
 
     def _learn(self, query: Query, tokens: int, took_ns: int) -> None:
+        # The best of late, not the mean: a piece that waited for a CPU would make those after it smaller, of which
+        # then nothing but the waiting would be left.
         work = tokens * _work_a_token(query)
         if work >= _CHUNK_WORK:
-            self._unit_ns += (took_ns / work - self._unit_ns) / 4
+            self._unit_ns = min(took_ns / work, self._unit_ns * _FORGET)
 
 
 def _work_a_token(query: Query) -> int:
