@@ -19,6 +19,7 @@ from kvtierd.core.clock import Clock
 from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.index.memory import reserve
 from kvtierd.policy.thrash import SECOND_NS, ThrashGuard
+from kvtierd.protocol.messages import TIER_HOST
 from kvtierd.tiers.blocks import Blocks, Rows
 from kvtierd.tiers.host_tier import HostTier
 
@@ -124,13 +125,31 @@ class Pressure:
         free = (age_s * SECOND_NS >= watch.guard.protect_ns) | self._is_passing[found]
         chosen, warm = found[free], found[~free]
         if chosen.size < count:
-            ring = watch.passing[~np.isin(watch.passing, chosen)]
+            # The last to come goes first: of a prefix that passes that is its tail.
+            ring = watch.passing[::-1]
+            ring = ring[~np.isin(ring, chosen)]
             idle = ring[(pool.holds[ring] == 0) & (pool.row[ring] >= 0)][: count - chosen.size]
             chosen = np.concatenate([chosen, idle])
         more = warm[: max(0, min(count - chosen.size, max(1, cls.total // PASSING_SHARE) - watch.passing.size))]
-        chosen = np.concatenate([chosen, more])
+        chosen = self._without_holes(np.concatenate([chosen, more]))
+        more = more[np.isin(more, chosen)]
         self._is_passing[more] = True
         again = chosen[self._is_passing[chosen]]
         watch.passing = np.concatenate([watch.passing[~np.isin(watch.passing, again)], again])
         self._counters["thrash_refused_blocks"] += count - chosen.size
+        return chosen
+
+    def _without_holes(self, chosen: Slots) -> Slots:
+        """Those that may go together: no last copy goes whose next block stays, which would have a hole before it.
+
+        What the policy orders by tails is no longer in that order once some of it is out of reach.
+        """
+        row, table = self._host.pool.row, self._blocks.table
+        while chosen.size:
+            rows = row[chosen]
+            behind, last = table.next_row[rows], self._blocks.residency(rows) == TIER_HOST
+            hole = last & (behind >= 0) & (table.host_slot[behind] >= 0) & ~np.isin(behind, rows)
+            if not hole.any():
+                break
+            chosen = chosen[~hole]
         return chosen

@@ -12,7 +12,7 @@ from kvtierd.core.geometry import Geometry
 from kvtierd.core.namespace import Namespace
 from kvtierd.protocol import messages as m
 from kvtierd.testing.memory_store import MemoryStore
-from kvtierd.testing.rig import SHAPE, Rig, make_keys
+from kvtierd.testing.rig import SHAPE, Grant, Rig, make_keys
 from kvtierd.tiers.pressure import PASSING_SHARE
 
 SLOTS = (2 << 20) // SHAPE.slot_bytes
@@ -119,6 +119,34 @@ def test_stores_pass_through_too():
         assert await rig.lookup(session, ns, make_keys(PROMPT, start=100)) == PROMPT
 
     run(scenario)
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_what_passes_through_leaves_no_hole_before_a_block_that_stays(pieces):
+    async def scenario(rig, session, ns):
+        prompts = [make_keys(PROMPT, start=number) for number in range(PROMPTS)]
+        pages = rig.manager.copies.blocks.pages
+        active = 0
+        for number in range(6 * PROMPTS):
+            keys = prompts[number % PROMPTS]
+            parent = b""
+            for piece in np.array_split(keys, pieces):
+                answer = await rig.call(session, m.Reserve(id=1, namespace=ns, parent=parent), piece.tobytes())
+                grant = Grant(answer.reply.reservation, np.frombuffer(answer.frames[0], m.SLOT_DTYPE))
+                if grant.id:
+                    await rig.commit(session, grant, rig.fill(grant, piece))
+                if (grant.descriptors["status"] == m.SLOT_BUSY).any():
+                    break  # what comes behind would have a hole before it by the client's choice
+                parent = piece[-1].tobytes()
+            rig.clock.advance(1)
+            active += rig.manager.stats()["thrash_active_classes"]
+            if number % 7 == 0:
+                for others in prompts:
+                    there = pages.lookup(others, 0) >= 0
+                    assert there[: int(there.sum())].all(), "a block stayed without the one before it"
+        assert active > PROMPTS, "the guard was not active: nothing was tested"
+
+    run(scenario, store=False)
 
 
 def test_the_guard_leaves_when_the_load_does():
