@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -94,6 +95,7 @@ class Torch:
     """The same by torch, which gets K and V as [kv_heads, tokens, dim] without gaps."""
 
     def __init__(self, kv: Kv, threads: int) -> None:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the daemon has it; read when torch is loaded
         self._torch: Any = importlib.import_module("torch")
         self._torch.set_num_threads(threads)
         blocks = kv.exact.reshape(-1, SHAPE.slot_bytes)[:, : SHAPE.layer_bytes]
@@ -134,10 +136,11 @@ def rows_of(tokens: int, rounds: int, threads: int, *, with_torch: bool) -> Iter
     """The rows; without torch only those against the streaming read."""
     kv = Kv(tokens)
     ours, reader = Ours(kv.query, threads), Threads(threads)
+    # Reading comes after torch, whose threads go on spinning for a while where nobody told them not to.
     measures: list[Callable[[], object]] = [
+        lambda: _read(reader, kv.exact),
         lambda: ours.run(kv.bf16),
         lambda: ours.run(kv.fp8),
-        lambda: _read(reader, kv.exact),
     ]
     if with_torch:
         torch = Torch(kv, threads)
@@ -151,7 +154,7 @@ def rows_of(tokens: int, rounds: int, threads: int, *, with_torch: bool) -> Iter
 
 
 def _rows(kv: Kv, seconds: list[float], longest_piece_ns: int) -> Iterator[Row]:
-    bf16, fp8, read, *torch = seconds
+    read, bf16, fp8, *torch = seconds
     rate = kv.kv_bytes / bf16 / 1e9
     what = f"bf16 KV, {kv.query.q.shape[1]} query and {SHAPE.kv_heads} KV heads, dim {SHAPE.k_dim}"
     if torch:
