@@ -10,7 +10,7 @@ import numpy as np
 from kvtierd.core.checksum import Bytes, block_sum, layer_sums
 from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.core.keys import KEY_BYTES
-from kvtierd.core.units import MIB
+from kvtierd.core.units import KIB, MIB
 from kvtierd.storage.buffers import Scratch
 from kvtierd.storage.interface import DiskError, WriteItem
 from kvtierd.storage.io import write_exact
@@ -18,7 +18,7 @@ from kvtierd.storage.layout import block_shape, header_bytes
 from kvtierd.storage.record import Kill, Kind, Life, RecordHeader, encode
 from kvtierd.storage.segment import Segment
 
-RUN_BYTES = MIB
+RUN_BYTES = 2 * MIB + 64 * KIB
 """Small records are gathered into requests of this size, so that a batch keeps all threads busy; a larger record is a
 request of its own."""
 RUN_RECORDS = 128
