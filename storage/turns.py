@@ -124,18 +124,18 @@ class Turns:
             self._writing = False
         writes_first = waiting_writes and (self._writing or not waiting_reads)
         lane = Lane.WRITE if writes_first else Lane.READ
-        if not (waiting_reads or waiting_writes) or sum(self.in_flight) >= self._room(lane, now_ns):
-            return None
-        return lane
+        return lane if (waiting_reads or waiting_writes) and self._has_room(lane, now_ns) else None
 
-    def _room(self, lane: Lane, now_ns: int) -> int:
-        """Most requests at once now, if the next is of this lane."""
+    def _has_room(self, lane: Lane, now_ns: int) -> bool:
+        """Whether one more request of this lane may go to the device."""
+        if sum(self.in_flight) >= self.depth(lane):
+            return False
         if lane is Lane.READ:
-            return self.depth(lane)
+            return True
         if not self._writing and now_ns - self._read_ns < CALM_NS:
-            return 1
+            return not sum(self.in_flight)
         # A disk that hangs in writes must leave a thread to reads.
-        return min(self.depth(lane), max(1, self._most - 1))
+        return self.in_flight[Lane.WRITE] < max(1, self._most - 1)
 
     def begin(self, lane: Lane, bytes_wanted: int, now_ns: int) -> None:
         """A request goes to the device."""
