@@ -33,6 +33,8 @@ Array = np.ndarray[Any, Any]
 TOKENS = 65_536
 SHAPE = Geometry(block_size=128, layers=1, kv_heads=8, k_dim=128, v_dim=128)
 HEADS = 32
+_SETTLE_S = 0.1
+"""Threads of OpenMP spin for some milliseconds after their work, which whoever is measured next would pay for."""
 _SDPA = "torch's scaled_dot_product_attention, contiguous KV"
 _MATMUL = "torch's matmul, softmax, matmul, contiguous KV"
 _READ = "NumPy's maximum of the same bytes, as many threads"
@@ -136,7 +138,6 @@ def rows_of(tokens: int, rounds: int, threads: int, *, with_torch: bool) -> Iter
     """The rows; without torch only those against the streaming read."""
     kv = Kv(tokens)
     ours, reader = Ours(kv.query, threads), Threads(threads)
-    # Reading comes after torch, whose threads go on spinning for a while where nobody told them not to.
     measures: list[Callable[[], object]] = [
         lambda: _read(reader, kv.exact),
         lambda: ours.run(kv.bf16),
@@ -146,7 +147,7 @@ def rows_of(tokens: int, rounds: int, threads: int, *, with_torch: bool) -> Iter
         torch = Torch(kv, threads)
         measures += [torch.sdpa, torch.matmul]
     try:
-        seconds = alternate([functools.partial(timed, work) for work in measures], rounds)
+        seconds = alternate([functools.partial(_settled, work) for work in measures], rounds)
         ours.run(kv.bf16)
     finally:
         reader.close()
@@ -168,6 +169,13 @@ def _rows(kv: Kv, seconds: list[float], longest_piece_ns: int) -> Iterator[Row]:
     yield make_row("attention", ms, fp8 * 1e3, "ms", reference=bf16 * 1e3, reference_name="bf16 blocks", goal="<= 1.0")
     longest = longest_piece_ns / 1e6
     yield make_row("attention", f"longest piece of work (planned: {PIECE_NS / 1e6:.0f})", longest, "ms")
+
+
+def _settled(work: Callable[[], object]) -> float:
+    """Seconds of one call; what comes next begins when the threads of this one have stopped spinning."""
+    seconds = timed(work)
+    time.sleep(_SETTLE_S)
+    return seconds
 
 
 def _read(reader: Threads, memory: Array) -> None:
