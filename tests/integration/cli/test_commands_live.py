@@ -51,7 +51,9 @@ def test_stat_explains_every_row(kvtierctl) -> None:
 
 
 def test_watch_goes_on_until_it_is_interrupted(daemon: EmbeddedDaemon) -> None:
-    command = [sys.executable, "-m", "kvtierd.cli.main", "stat", "--json", "--watch", "0.01"]
+    # Whoever runs the tests in the background may have SIGINT ignored, which children inherit.
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "kvtierd.cli.main"]
+    command += ["stat", "--json", "--watch", "0.01"]
     with subprocess.Popen([*command, "--endpoint", daemon.endpoint], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         seen = [json.loads(process.stdout.readline())["server_requests_total"] for _ in range(3)]
