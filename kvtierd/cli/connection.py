@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare `--endpoint`, `--timeout`, and what says how to print."""
     parser.add_argument("--endpoint", metavar="ADDRESS", help=f"the daemon's address (else {default_endpoint()})")
     parser.add_argument(
-        "--timeout", type=_seconds, default=TIMEOUT_S, metavar="S", help="seconds to wait (%(default)s)"
+        "--timeout", type=output.seconds, default=TIMEOUT_S, metavar="S", help="seconds to wait (%(default)s)"
     )
     output.add_arguments(parser)
 
@@ -32,14 +32,8 @@ def connect(args: argparse.Namespace) -> Iterator[Client]:
         with Client(args.endpoint, timeout_s=args.timeout, transfer_timeout_s=args.timeout, name="kvtierctl") as client:
             yield client
     except Unavailable as error:
-        message = f"{error}; is kvtierd running, and is --endpoint right?"
-        raise CommandError(Failure.UNAVAILABLE, message) from error
+        said = str(error)
+        advice = "" if "is kvtierd running" in said else "; is kvtierd running, and is --endpoint right?"
+        raise CommandError(Failure.UNAVAILABLE, said + advice) from error
     except (RequestError, ValueError) as error:
         raise CommandError(Failure.USAGE, str(error)) from error
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} is not in (0, 3600]")
-    return value

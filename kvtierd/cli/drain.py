@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Whether to wait."""
     operators.add_arguments(parser)
     parser.add_argument("--undo", action="store_true", help="take stores again")
-    parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="for the backlog; 0: not (%(default)s)")
+    parser.add_argument(
+        "--wait", type=output.seconds_or_none, default=600.0, metavar="S", help="for the backlog; 0: not (%(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ def run(args: argparse.Namespace) -> int:
     """Flush; exit code 69 when it could not be done in time."""
     begin_s = time.monotonic()
     with connect(args) as client:
+        client.ping(timeout_s=min(args.timeout, connection.TIMEOUT_S))  # a daemon that is away is told now, not then
         client.flush(timeout_s=args.timeout)
     seconds = time.monotonic() - begin_s
     output.say(args, f"everything committed is on stable storage ({seconds:.2f} s)", {"seconds": round(seconds, 3)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import importlib
 import os
 import sys
@@ -13,6 +14,8 @@ from typing import NoReturn, Protocol
 from kvtierd import __version__
 from kvtierd.cli.errors import CommandError
 from kvtierd.core.errors import ExitCode, KvtierdError, StartupError
+
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,10 +93,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _exit_code(error)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # Whoever read our output has gone (`| head`): that is no error, and flushing at exit must not find one.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        return _without_output(error, args.command)
+
+
+def _without_output(error: OSError, command: str) -> int:
+    if not isinstance(error, BrokenPipeError) and error.errno not in DISK_FULL:
+        raise error
+    # What is still in the buffer goes nowhere: flushing at exit must not find the error once more.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):  # whoever read our output has gone (`| head`): that is no error
         return ExitCode.OK
+    sys.stderr.write(f"kvtierctl {command}: {error.strerror}\n")
+    return ExitCode.IO
 
 
 def _without_extra(error: ModuleNotFoundError) -> int:

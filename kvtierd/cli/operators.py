@@ -22,7 +22,9 @@ TIMEOUT_S = 10.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare `--endpoint` and what says how to print."""
     parser.add_argument("--endpoint", metavar="ADDRESS", help=f"a tenant's address (else {default_endpoint()})")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S", help="seconds to wait (%(default)s)")
+    parser.add_argument(
+        "--timeout", type=output.seconds, default=TIMEOUT_S, metavar="S", help="seconds to wait (%(default)s)"
+    )
     output.add_arguments(parser)
 
 

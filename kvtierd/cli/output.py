@@ -14,6 +14,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="print nothing: the exit code says it")
 
 
+def seconds(text: str) -> float:
+    """A time of an option; argparse says what is wrong with another one."""
+    value = float(text)
+    if not 0 < value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not in (0, 3600]")
+    return value
+
+
+def seconds_or_none(text: str) -> float:
+    """The same, where 0 stands for not at all."""
+    return 0.0 if float(text) == 0 else seconds(text)
+
+
+def count(text: str) -> int:
+    """A number of things to show, from 0 on."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return value
+
+
 def say(args: argparse.Namespace, text: str, value: Any) -> None:
     """Print the text, or the value as one line of JSON."""
     if not args.quiet:

@@ -12,7 +12,7 @@ from kvtierd.cli.connection import connect
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which daemon, and how many times."""
     connection.add_arguments(parser)
-    parser.add_argument("-c", "--count", type=int, default=5, metavar="N", help="round trips (%(default)s)")
+    parser.add_argument("-c", "--count", type=output.count, default=5, metavar="N", help="round trips (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,7 +13,9 @@ FIELDS = ("time", "ms", "what", "blocks", "outcome", "client", "pid", "namespace
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How many."""
     operators.add_arguments(parser)
-    parser.add_argument("-n", "--count", type=int, default=20, metavar="N", help="at most so many (%(default)s)")
+    parser.add_argument(
+        "-n", "--count", type=output.count, default=20, metavar="N", help="at most so many (%(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

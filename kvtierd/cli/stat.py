@@ -19,7 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_const", dest="format", const="json", help="short for --format json")
     parser.add_argument("--explain", action="store_true", help="say what each value means")
     parser.add_argument(
-        "--watch", type=float, default=0.0, metavar="S", help="every S seconds, until interrupted; shows what changed"
+        "--watch",
+        type=output.seconds_or_none,
+        default=0.0,
+        metavar="S",
+        help="every S seconds, until interrupted; shows what changed",
     )
 
 

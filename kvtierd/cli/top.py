@@ -36,8 +36,12 @@ BYTE_RATES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How often, and how many times."""
     operators.add_arguments(parser)
-    parser.add_argument("-d", "--delay", type=float, default=2.0, metavar="S", help="seconds between (%(default)s)")
-    parser.add_argument("-n", "--count", type=int, default=0, metavar="N", help="stop after so many (else never)")
+    parser.add_argument(
+        "-d", "--delay", type=output.seconds, default=2.0, metavar="S", help="seconds between (%(default)s)"
+    )
+    parser.add_argument(
+        "-n", "--count", type=output.count, default=0, metavar="N", help="stop after so many (else never)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

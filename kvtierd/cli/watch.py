@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to show, and when to stop."""
     operators.add_arguments(parser)
     parser.add_argument("--only", metavar="WHAT,...", default="", help="only these: get, lookup, stored, removed, ...")
-    parser.add_argument("-n", "--count", type=int, default=0, metavar="N", help="stop after so many entries")
+    parser.add_argument("-n", "--count", type=output.count, default=0, metavar="N", help="stop after so many entries")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -38,7 +40,21 @@ def test_help_lists_all_commands_without_loading_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["pong"], ["ping", "--nope"], ["ping", "--timeout", "0"], ["stat", "--watch", "x"]]
+    "words",
+    [
+        [],
+        ["pong"],
+        ["ping", "--nope"],
+        ["ping", "--timeout", "0"],
+        ["ping", "-c", "-3"],
+        ["info", "--timeout", "-1"],
+        ["info", "--timeout", "nan"],
+        ["stat", "--watch", "x"],
+        ["stat", "--watch", "-1"],
+        ["top", "-d", "nan"],
+        ["drain", "--wait", "-1"],
+        ["namespaces", "-n", "-5"],
+    ],
 )
 def test_wrong_use_exits_64_with_the_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -57,6 +73,25 @@ def test_without_a_daemon_there_is_one_line_and_69(
     assert out == ""
     assert len(err.splitlines()) == 1
     assert str(tmp_path) in err
+    assert err.count("is kvtierd running") == 1
+
+
+def test_flush_says_at_once_that_no_daemon_is_there(tmp_path: Path) -> None:
+    begin_s = time.monotonic()
+    assert cli.main(["flush", "--endpoint", f"ipc://{tmp_path}/default/none"]) == 69
+    assert time.monotonic() - begin_s < 60  # it has 600 s for what it waits for
+
+
+def test_output_that_cannot_be_written_is_one_line_and_74(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run(_args: argparse.Namespace) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("kvtierd.cli.ping.run", run)
+    monkeypatch.setattr("kvtierd.cli.main.os.dup2", lambda *_: None)
+    assert cli.main(["ping", "--endpoint", f"ipc://{tmp_path}/default/none"]) == 74
+    assert capfd.readouterr().err == "kvtierctl ping: No space left on device\n"
 
 
 @pytest.mark.parametrize(
