@@ -24,7 +24,7 @@ from kvtierd.storage.pool import IoPool
 from kvtierd.storage.reopening import Reopening
 from kvtierd.storage.ring import Ring
 from kvtierd.storage.segment import Segment
-from kvtierd.storage.space import Plan, plan
+from kvtierd.storage.space import METADATA_BYTES, SEGMENT_OVERHEAD_BYTES, Plan, plan
 from kvtierd.storage.superblock import Superblock
 
 SPARE_FILES = 4096
@@ -114,7 +114,8 @@ def _header(segment: Segment, uuid: bytes, pool: IoPool) -> asyncio.Future[Found
 
 def _plan(settings: Nvme, directory: Path, io: StorageIo, segments: list[Segment]) -> Plan:
     space = io.space(directory)
-    own = sum(segment.file.allocated_bytes() for segment in segments)
+    sizes = sum(segment.file.allocated_bytes() for segment in segments)
+    own = sizes + METADATA_BYTES + len(segments) * SEGMENT_OVERHEAD_BYTES if segments else 0
     limits = plan(settings.capacity, settings.segment_bytes, space.free_bytes, space.total_bytes, own)
     needed = limits.segment_bytes + limits.reserve_bytes
     if not segments and space.free_bytes < needed:

@@ -20,6 +20,9 @@ MIN_SEGMENTS = 2
 MANY_SEGMENTS = 8
 MAX_DEFAULT_BYTES = 64 * GIB
 MAX_RESERVE_BYTES = GIB
+KEPT_SHARE = 8
+"""A default that is lower by up to this part of what is stored changes nothing: a log file that grew beside the store
+would else cost its oldest segment at each start, of two small ones half of everything."""
 
 
 @runtime_checkable
@@ -49,7 +52,8 @@ def plan(capacity: int, segment_bytes: int, free_bytes: int, total_bytes: int, o
     """Decide the capacity, and the size of segments that divides it.
 
     `capacity` 0 takes half of what is free (with what is already ours), at most 64 GiB. The reserve, a twentieth of the
-    file system and at most 1 GiB, stays free. Raises StartupError: 78 for bad settings, 74 for a full disk.
+    file system and at most 1 GiB, stays free. Where half is a little less than
+    what is ours, it is what is ours. Raises StartupError: 78 for bad settings, 74 for a full disk.
     """
     reserve = min(total_bytes // 20, MAX_RESERVE_BYTES)
     smallest = METADATA_BYTES + MIN_SEGMENTS * (MIN_SEGMENT_BYTES + SEGMENT_OVERHEAD_BYTES)
@@ -60,6 +64,8 @@ def plan(capacity: int, segment_bytes: int, free_bytes: int, total_bytes: int, o
     if capacity and capacity < smallest:
         raise StartupError(ExitCode.CONFIG, f"nvme.capacity is {capacity}; the least is {smallest} bytes")
     chosen = capacity or min((free_bytes + own_bytes) // 2, MAX_DEFAULT_BYTES)
+    if not capacity and chosen < own_bytes <= min(chosen + chosen // KEPT_SHARE, MAX_DEFAULT_BYTES):
+        chosen = own_bytes
     if chosen < smallest:
         raise StartupError(ExitCode.IO, f"the disk is full: {format_bytes(free_bytes)} free, {smallest} bytes needed")
     count, size = _divide(chosen - METADATA_BYTES, segment_bytes)

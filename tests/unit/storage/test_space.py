@@ -52,3 +52,14 @@ def test_what_cannot_work_is_refused_by_name(
     with pytest.raises(StartupError, match=names) as caught:
         plan(capacity, segment, free, GIB, 0)
     assert caught.value.exit_code == code
+
+
+def test_default_that_is_a_little_lower_than_before_removes_nothing() -> None:
+    fresh = plan(0, 256 * MIB, free_bytes=64 * MIB, total_bytes=64 * MIB, own_bytes=0)
+    own = fresh.footprint(fresh.segments * fresh.segment_bytes, fresh.segments)
+    for grown in (0, 4 * KIB, MIB, 4 * MIB):  # what others wrote onto the file system meanwhile
+        later = plan(0, 256 * MIB, 64 * MIB - own - grown, 64 * MIB, own)
+        assert later.capacity_bytes >= own
+        assert later.segments == fresh.segments
+    filled = plan(0, 256 * MIB, 64 * MIB - own - 16 * MIB, 64 * MIB, own)
+    assert filled.capacity_bytes == 24 * MIB
