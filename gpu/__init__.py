@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvtierd.config.schema import Gpu
 from kvtierd.core.errors import ExitCode, StartupError
+from kvtierd.core.units import format_bytes
 from kvtierd.gpu.device import Device
 from kvtierd.gpu.host_device import HostDevice
 
@@ -18,7 +19,11 @@ def open_device(settings: Gpu) -> Device:
     """
     name = settings.device
     if name in {"auto", "host"}:
-        return HostDevice(settings.capacity)
+        try:
+            return HostDevice(settings.capacity)
+        except OSError as error:
+            wanted = f"gpu.capacity: {format_bytes(settings.capacity)} of memory cannot be had"
+            raise StartupError(ExitCode.CONFIG, f"{wanted}: {error.strerror}; lower it, or write 0") from error
     if name.startswith("cuda:"):
         raise StartupError(ExitCode.NO_DEVICE, f"gpu.device is {name!r}, and this version has no CUDA device; use host")
     raise StartupError(ExitCode.CONFIG, f"gpu.device is {name!r}; use auto, host or cuda:N")

@@ -21,6 +21,8 @@ Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Size = Annotated[int, Meta(ge=0, le=1 << 50, extra=_BYTES)]
+POOL_MAX_BYTES = 1 << 42
+"""Of a tier in memory: as many slots as its eviction can number."""
 Folder = Annotated[str, Meta(extra={"unit": "folder"})]
 Folders = Annotated[str, Meta(extra={"unit": "folders"})]
 LOOPBACK = r"|(127(\.\d{1,3}){3}|localhost|\[::1\]):\d{1,5}"
@@ -66,14 +68,14 @@ class Gpu(_Section, frozen=True, kw_only=True):
 
     device: Annotated[str, Meta(pattern=r"auto|host|cuda:\d{1,3}", examples=["auto", "host", "cuda:0"])] = "auto"
     """`auto`, `host` (ordinary memory) or `cuda:N`."""
-    capacity: Size = 256 * MIB
+    capacity: Annotated[int, Meta(ge=0, le=POOL_MAX_BYTES, extra=_BYTES)] = 256 * MIB
     """Bytes of the pool; 0 switches the tier off."""
 
 
 class Host(_Section, frozen=True, kw_only=True):
     """The `host` tier: the shared arena."""
 
-    capacity: Annotated[int, Meta(ge=MIB, le=1 << 50, extra=_BYTES)] = GIB
+    capacity: Annotated[int, Meta(ge=MIB, le=POOL_MAX_BYTES, extra=_BYTES)] = GIB
     """Bytes of all chunks."""
     chunk_bytes: Annotated[int, Meta(ge=MIB, le=256 * MIB, extra=_BYTES | {"power_of_two": True})] = 64 * MIB
     """Bytes of one chunk (1 MiB to 256 MiB); a block must fit in it."""
