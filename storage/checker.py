@@ -19,7 +19,7 @@ from kvtierd.core.errors import ExitCode, StartupError
 from kvtierd.core.units import PAGE_BYTES
 from kvtierd.storage import superblock
 from kvtierd.storage.buffers import Scratch
-from kvtierd.storage.directory import DirectoryLock
+from kvtierd.storage.directory import DirectoryLock, what_failed
 from kvtierd.storage.facts import Facts, Head
 from kvtierd.storage.headers import FoundHeader, read_headers, write_headers
 from kvtierd.storage.index_frames import FRAME_MAGIC
@@ -88,22 +88,31 @@ async def check_store(directory: Path, *, repair: bool = False, verify_data: boo
     """Check the store in a directory; nothing is changed without `repair`.
 
     Raises StartupError: 74 for a directory that is none, a newer format or an error of the disk, 75 while a daemon uses
-    it. The lock file is written in any case.
+    it. The lock file is written in any case where there is a store.
     """
     if not directory.is_dir():
         raise StartupError(ExitCode.IO, f"{directory} is not a directory")
     await superblock.load(directory)
-    lock = DirectoryLock(directory)
-    lock.acquire()
     checker = Checker(directory, repair=repair)
+    lock = DirectoryLock(directory)
+    if is_no_store(directory):
+        checker.report.note("superblock", "there is no store here")
+        return checker.report  # before the lock, whose file would stay in a folder that is none of ours
+    lock.acquire()
     try:
         await checker.check(verify_data=verify_data)
     except OSError as error:
-        raise StartupError(ExitCode.IO, f"cannot check {directory}: {error.strerror or error}") from error
+        raise StartupError(ExitCode.IO, f"cannot check {directory}: {what_failed(error)}") from error
     finally:
         checker.close()
         lock.release()
     return checker.report
+
+
+def is_no_store(directory: Path) -> bool:
+    """Whether there is neither a superblock nor a segment."""
+    names = [path.name for path in directory.iterdir()]
+    return superblock.NAME not in names and all(segment_id(name) is None for name in names)
 
 
 class Checker:
@@ -158,11 +167,7 @@ class Checker:
         copies = [superblock.decode(page) for page in pages]
         best = max((copy for copy in copies if copy is not None), key=lambda copy: copy.epoch, default=None)
         if best is None:
-            has_segments = any(segment_id(name) is not None for name in self._io.names(self._directory))
-            if data or has_segments:
-                self.report.problem("superblock", "no copy is valid; without it nobody knows whose the segments are")
-            else:
-                self.report.note("superblock", "there is no store here")
+            self.report.problem("superblock", "no copy is valid; without it nobody knows whose the segments are")
             return None
         bad = [number for number, copy in enumerate(copies) if copy is None]
         for number in bad:

@@ -29,6 +29,13 @@ def prepare(directory: Path) -> None:
         raise StartupError(ExitCode.IO, f"cannot make nvme.directory {directory}: {error.strerror}") from error
 
 
+def what_failed(error: Exception) -> str:
+    """The reason in the system's words, and the file where the error has one."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    return f"{Path(error.filename).name}: {error.strerror}" if isinstance(error.filename, str) else error.strerror
+
+
 class DirectoryLock:
     """flock on DIRECTORY/lock; the kernel lets go of it however the process ends."""
 

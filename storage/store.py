@@ -20,7 +20,7 @@ from kvtierd.core.errors import ExitCode, StartupError, StorageError
 from kvtierd.core.namespace import Namespace
 from kvtierd.core.progress import Progress
 from kvtierd.storage import superblock
-from kvtierd.storage.directory import DirectoryLock, prepare
+from kvtierd.storage.directory import DirectoryLock, prepare, what_failed
 from kvtierd.storage.endurance import Endurance
 from kvtierd.storage.health import Health
 from kvtierd.storage.interface import DegradedError, DiskError, Extent, Extents, IoMode, ReadItem, Recovered, WriteItem
@@ -87,8 +87,7 @@ class SegmentStore:
             return await self._start()
         except (OSError, StorageError) as error:
             await self._let_go()
-            cause = error.strerror if isinstance(error, OSError) else None
-            raise StartupError(ExitCode.IO, f"cannot use {self._directory}: {cause or error}") from error
+            raise StartupError(ExitCode.IO, f"cannot use {self._directory}: {what_failed(error)}") from error
         except BaseException:
             await self._let_go()
             raise

@@ -72,6 +72,23 @@ def test_case_06_store_in_use_is_not_checked(folder: Path) -> None:
     run(check)
 
 
+def test_folder_that_is_no_store_gets_no_file(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "mine").write_text("")
+    report = asyncio.run(check_store(folder, repair=True))
+    assert [finding.what for finding in report.findings] == ["there is no store here"]
+    assert [path.name for path in folder.iterdir()] == ["mine"]
+
+
+def test_folder_in_place_of_a_segment_is_named(folder: Path) -> None:
+    asyncio.run(filled(folder))
+    (folder / "segment-000050").mkdir()
+    with pytest.raises(StartupError, match=r"segment-000050: Is a directory"):
+        asyncio.run(check_store(folder))
+    with pytest.raises(StartupError, match=r"segment-000050: Is a directory"):
+        asyncio.run(found(folder))
+
+
 def test_newer_format_is_left_alone(folder: Path) -> None:
     async def check() -> None:
         await filled(folder)
