@@ -18,6 +18,7 @@ from kvtierd.protocol.messages import (
     SLOT_EXISTS,
     SLOT_GRANTED,
     Abort,
+    AnyReply,
     Commit,
     CommitReply,
     OkReply,
@@ -41,6 +42,10 @@ from kvtierd.tiers.verify import check_totals, fill, places_of, whole_blocks
 from kvtierd.tiers.workers import Workers
 
 Frames = Sequence[memoryview]
+
+
+def _refused(reply: AnyReply) -> bool:
+    return isinstance(reply, ReserveReply) and not reply.granted and reply.retry_after_ms > 0
 
 
 class Writes:
@@ -78,9 +83,12 @@ class Writes:
         need_frames(frames, 1)
         entry = namespace_of(session, request.namespace)
         keys, parent = keys_of(frames[0]), parent_of(request.parent)
-        if self._room.lacks_memory(self._copies.host_class(entry), len(keys)):
+        cls = self._copies.host_class(entry)
+        answer = None if self._room.lacks_memory(cls, len(keys)) else self._granted(session, entry, keys, parent)
+        # It may have found no slot and had a chunk of another class given to its own: then memory is on its way now.
+        if answer is None or (_refused(answer.reply) and self._room.lacks_memory(cls, len(keys))):
             return self._reserve_later(session, entry, keys, parent)
-        return self._granted(session, entry, keys, parent)
+        return answer
 
     async def _reserve_later(self, session: Session, entry: NamespaceEntry, keys: Keys, parent: Keys | None) -> Answer:
         await self._room.memory_for(self._copies.host_class(entry), len(keys))
@@ -118,9 +126,8 @@ class Writes:
     async def put(self, session: Session, request: Put, frames: Frames) -> Answer:
         """Store blocks that came in frames; all are checked before the first becomes visible."""
         if len(frames) < 2:
-            raise RequestError(
-                ErrorCode.BAD_FRAMES, f"{len(frames)} frames follow the header; keys and sums are wanted"
-            )
+            message = f"{len(frames)} frames follow the header; keys and sums are wanted"
+            raise RequestError(ErrorCode.BAD_FRAMES, message)
         entry = namespace_of(session, request.namespace)
         keys = keys_of(frames[0])
         need_frames(frames, 2 + len(keys))
@@ -128,12 +135,14 @@ class Writes:
         payloads = frames[2:]
         for i, payload in enumerate(payloads):
             if payload.nbytes != entry.geometry.block_bytes:
-                raise RequestError(
-                    ErrorCode.GEOMETRY_MISMATCH,
-                    f"block {i} has {payload.nbytes} bytes; this namespace's blocks have {entry.geometry.block_bytes}",
-                )
+                wanted = entry.geometry.block_bytes
+                message = f"block {i} has {payload.nbytes} bytes; this namespace's blocks have {wanted}"
+                raise RequestError(ErrorCode.GEOMETRY_MISMATCH, message)
         await self._room.memory_for(self._copies.host_class(entry), len(keys))
         reservation, status = self._reserve(session, entry, keys, parent_of(request.parent))
+        if reservation is None:  # as in `reserve`
+            await self._room.memory_for(self._copies.host_class(entry), len(keys))
+            reservation, status = self._reserve(session, entry, keys, parent_of(request.parent))
         existed, refused = int((status == SLOT_EXISTS).sum()), int((status == SLOT_BUSY).sum())
         retry = self._retry_ms(entry, refused)
         if reservation is None:
