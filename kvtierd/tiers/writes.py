@@ -318,7 +318,6 @@ class Writes:
         rest[which] = False
         if not rest.any():
             self.reservations.remove(reservation)
-            return
         for name in ("rows", "slots", "position", "keys"):
             setattr(reservation, name, getattr(reservation, name)[rest])
 
