@@ -86,15 +86,20 @@ def compare(form, rows, dtypes, geometry, length, heads, *, queries=1, tolerance
     assert np.allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
+LONG = pytest.mark.torture
+"""Many threads of the operating system for long: `make torture`, and every run on a device."""
+
+
 def shape(**fields):
     return Geometry(**{"block_size": 8, "layers": 1, "kv_heads": 1, "k_dim": 32, "v_dim": 32, **fields})
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp8_e4m3"])
+@pytest.mark.parametrize("dtype", ["bf16", *(pytest.param(name, marks=LONG) for name in ("fp16", "fp32", "fp8_e4m3"))])
 def test_cuda_cores_compute_each_dtype(dtype):
     compare("simt", 2, (dtype,), shape(kv_heads=2), 13, 4)
 
 
+@LONG
 def test_cuda_cores_with_two_warps_mixed_dtypes_window_cap_and_other_layout():
     compare(
         "simt", 2, ("bf16", "fp8_e4m3"), shape(layout="hnd", k_dim=48, v_dim=16), 21, 3,
@@ -112,6 +117,7 @@ def test_tensor_cores_compute_each_dtype(dtype):
     compare("mma", 8, (dtype,), shape(block_size=24, v_dim=16), 17, 5, tolerance=2e-5, exponent=-2)
 
 
+@LONG
 def test_tensor_cores_with_sixteen_rows_two_warps_mixed_dtypes_and_window():
     compare(
         "mma", 16, ("bf16", "fp8_e4m3"), shape(block_size=20, k_dim=48, v_dim=80), 35, 11,

@@ -30,7 +30,7 @@ def run(arguments: list[str], stub: Path, **environment: str) -> subprocess.Comp
     variables = {name: value for name, value in os.environ.items() if not name.startswith("KVIKIO_")}
     variables |= {"LD_LIBRARY_PATH": str(stub), **environment}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=280, check=False)
 
 
 def script(code: str, stub: Path, **environment: str) -> str:
@@ -40,6 +40,7 @@ def script(code: str, stub: Path, **environment: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.timeout(300)  # a whole suite in one test
 def test_whole_suite_of_the_store_holds_over_kvikio(stub: Path) -> None:
     folders = ["tests/unit/storage", "tests/fault/storage"]
     arguments = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *folders]
