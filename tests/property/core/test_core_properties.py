@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtierd.core.checksum import block_sum, copy_and_sum, fill_and_sum, layer_sums
