@@ -19,8 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compile what is missing. Raises CommandError where nothing can be cached."""
     settings = load(config=args.config, options=args.options, environment=os.environ).settings
+    # Deferred: importing Numba takes a while, which `kvtierctl --help` should not.
+    from kvtierd.index.jit import SOURCES
+
     cache = choose_cache(settings.cache_dir)
     if cache.directory is None:
         raise CommandError(Failure.IO, cache.note)
-    print(f"{cache.note}; loaded in {load_kernels():.2f} s")
+    print(f"{cache.note}; loaded in {load_kernels(folders=SOURCES):.2f} s")
     return 0

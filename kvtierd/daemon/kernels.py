@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvtierd.index.jit import CacheState
+
+SERVED = ("index", "policy")
+"""Folders whose functions requests call. The kernels of gpu/host_kernels belong here as soon as a request does."""
 
 
 def choose_cache(cache_dir: str) -> CacheState:
@@ -20,15 +23,17 @@ def choose_cache(cache_dir: str) -> CacheState:
     return configure_cache(Path(cache_dir) if cache_dir else default_cache_directory())
 
 
-def load_kernels(tell: Callable[[int, int], None] = lambda _done, _total: None) -> float:
-    """Load all compiled functions, which importing their modules does; how many seconds it took.
+def load_kernels(
+    tell: Callable[[int, int], None] = lambda _done, _total: None, folders: Sequence[str] = SERVED
+) -> float:
+    """Load compiled functions, which importing their modules does; how many seconds it took.
 
     `tell` hears before each module how many are done, of how many.
     """
-    from kvtierd.index.jit import PACKAGE, SOURCES
+    from kvtierd.index.jit import PACKAGE
 
     begin_s = time.monotonic()
-    paths = sorted(path for folder in SOURCES for path in (PACKAGE / folder).rglob("[!_]*.py"))
+    paths = sorted(path for folder in folders for path in (PACKAGE / folder).rglob("[!_]*.py"))
     for number, path in enumerate(paths):
         tell(number, len(paths))
         importlib.import_module(".".join((PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts)))

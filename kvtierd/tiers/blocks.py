@@ -113,14 +113,16 @@ class Blocks:
         """Residency masks."""
         return self.table.flags[rows] & np.uint8(RESIDENT)
 
-    def add(self, keys: Keys, namespace: int, flags: int) -> tuple[Rows, npt.NDArray[np.intp]]:
-        """Make rows for keys that are not there: (rows, positions in keys).
+    def add(self, keys: Keys, namespace: int, flags: int) -> tuple[Rows, npt.NDArray[np.intp], Rows]:
+        """Make rows for keys that are not there: (new rows, their positions in keys, rows of all keys).
 
-        Keys that are present, or named twice, get none. When the table is full the last ones get none either, and
-        are told apart by `find`.
+        Keys that are present, or named twice, get no new one. When the table is full the last ones get none either:
+        theirs are -1 among all.
         """
-        absent = np.flatnonzero(self.pages.lookup(keys, namespace) < 0)
-        rows = self.table.alloc(absent.size)
+        found = self.pages.lookup(keys, namespace)
+        absent = np.flatnonzero(found < 0)
+        wanted = absent.size
+        rows = self.table.alloc(wanted)
         absent = absent[: rows.size]
         table = self.table
         table.key[rows] = keys[absent]
@@ -131,7 +133,10 @@ class Blocks:
             # Named twice in this batch, or no place in the page table.
             self._free(rows[~entered])
             rows, absent = rows[entered], absent[entered]
-        return rows, absent
+        if rows.size < wanted:
+            return rows, absent, self.pages.lookup(keys, namespace)
+        found[absent] = rows
+        return rows, absent, found
 
     def mark(self, rows: Rows, tier: int) -> None:
         """The blocks have a copy in a tier now, and had none there."""

@@ -45,7 +45,7 @@ class OnDisk:
                 _log.warning("recovery: %d blocks are left out: %s", places.size, error)
                 found.dropped += places.size
                 continue
-            rows, position = blocks.add(found.keys[places], entry.number, VISIBLE)
+            rows, position, _ = blocks.add(found.keys[places], entry.number, VISIBLE)
             blocks.mark(rows, TIER_NVME)
             mine = places[position]
             table.segment[rows] = found.extents.segment[mine]

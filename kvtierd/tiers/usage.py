@@ -10,6 +10,7 @@ import numpy.typing as npt
 from kvtierd.core.clock import Clock
 from kvtierd.core.keys import Keys
 from kvtierd.gpu.slot_pool import SlotClass, Slots
+from kvtierd.policy.admission import leading
 from kvtierd.policy.returns import NO_USAGE, ReturnModel, Usage
 from kvtierd.protocol.service import Session
 from kvtierd.tiers.blocks import Rows
@@ -111,8 +112,3 @@ class Uses:
 def first_words(keys: Keys) -> Keys64:
     """The first 8 bytes of each key, [n] uint64: enough to tell blocks apart where a mistake costs nothing."""
     return keys[:, :8].copy().view(np.uint64)[:, 0]
-
-
-def leading(mask: npt.NDArray[np.bool_]) -> int:
-    """Length of the leading run of True."""
-    return int(mask.size if mask.all() else mask.argmin())

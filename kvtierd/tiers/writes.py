@@ -199,12 +199,10 @@ class Writes:
             raise RequestError(ErrorCode.BUSY, message, retry_after_ms=RETRY_MS)
         status = np.full(len(keys), SLOT_EXISTS, np.uint8)
         copies.ensure_rows(len(keys))
-        rows, position = copies.blocks.add(keys, entry.number, WRITING)
-        chain = rows
-        if rows.size < len(keys):  # some are there, or the table is full: ask which
-            chain = copies.blocks.pages.lookup(keys, entry.number)
+        rows, position, chain = copies.blocks.add(keys, entry.number, WRITING)
+        if busy := int(np.count_nonzero(chain < 0)):  # the table is full
             status[chain < 0] = SLOT_BUSY
-            copies.counters["busy_stores"] += int((chain < 0).sum())
+            copies.counters["busy_stores"] += busy
         copies.blocks.link_behind(parent, entry.number, chain)
         cls = copies.host_class(entry)
         self._room.pressure.wanted(cls, rows)
