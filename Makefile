@@ -22,6 +22,7 @@ make-venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || \
 	{ echo "==> virtual environment $(1)"; "$$(./.ci/python)" -m venv $(1); }
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+BENCH_ARGS ?= all
 
 .PHONY: help install run test torture check kernels engines-env test-engines test-system docs bench clean distclean
 

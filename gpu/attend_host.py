@@ -110,9 +110,14 @@ class HostAttention:
 
         cancel: uint8 [1], which another thread may set to 1; it is looked at before every chunk.
         """
-        some = blocks.take(slice(begin, len(blocks) if end is None else end))
+        end = len(blocks) if end is None else end
+        some = blocks.take(slice(begin, end))
         stop = np.zeros(1, np.uint8) if cancel is None else cancel
-        bounds = _chunk_bounds(partial.query, some)
+        # Chunks are those of all blocks, however they are cut into pieces: how sums are grouped must not depend on it.
+        bounds = _chunk_bounds(partial.query, blocks)
+        bounds = np.array([begin, *bounds[(bounds > begin) & (bounds < end)].tolist(), end], bounds.dtype) - begin
+        if end <= begin:
+            return True
         columns = (some.addresses, some.scales, some.dtypes, some.positions, some.tokens)
         begin_ns = time.perf_counter_ns()
         step = _chunks_at_once(partial.query)

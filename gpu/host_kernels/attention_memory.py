@@ -11,6 +11,7 @@ from numba import types
 from numba.core.cgutils import get_or_insert_function
 
 from kvtierd.gpu.host_kernels.attention_vectors import BF16, F32, FP16, FP32, I8, I16, I32, I64, intrinsic, load, store
+from kvtierd.gpu.host_kernels.e4m3 import e4m3_values
 from kvtierd.index.jit import Word, helper, subroutine
 
 _declare: Callable[..., Any] = get_or_insert_function
@@ -18,16 +19,7 @@ _READ, _SECOND_LEVEL, _DATA = 0, 2, 1
 _LINE_BYTES = 64
 
 
-def _e4m3_values() -> np.ndarray[Any, np.dtype[np.float32]]:
-    """All 256 codes: 4 bits of exponent (bias 7), 3 of mantissa, no Inf; all ones is NaN."""
-    codes = np.arange(256)
-    exponent, mantissa = (codes >> 3) & 15, codes & 7
-    size = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
-    size[(codes & 0x7F) == 0x7F] = np.nan
-    return np.where(codes & 0x80, -size, size).astype(np.float32)
-
-
-E4M3_VALUES = _e4m3_values()
+E4M3_VALUES = e4m3_values()
 """float32 [256]: what each byte of e4m3 stands for."""
 
 

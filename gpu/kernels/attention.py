@@ -15,7 +15,7 @@ import numpy as np
 from numba import cuda
 
 from kvtierd.gpu.attend import DTYPE_CODES, Array, Blocks
-from kvtierd.gpu.kernels.attention_common import LOAD_BYTES, NUMBERS, SIGNATURE, WIDTHS, shrink
+from kvtierd.gpu.kernels.attention_common import LOAD_BYTES, NUMBERS, SIGNATURE, TILES, WIDTHS, shrink
 from kvtierd.gpu.kernels.attention_mma import make_mma
 from kvtierd.gpu.kernels.attention_simt import make_simt
 from kvtierd.gpu.kernels.registry import Kernel, register
@@ -175,7 +175,7 @@ def run_splits(
     scales = np.where(blocks.scales == 0, np.int64(-1), (blocks.scales - np.uint64(base)).view(np.int64))
     tiles = -(-group // variant.rows)
     described = numbers.copy()
-    described[11] = tiles
+    described[TILES] = tiles
     tops, totals = (place(np.empty(splits * rows, np.float32)) for _ in range(2))
     sums = place(np.empty(splits * rows * variant.v_dim, np.float32))
     grid = (splits, heads * queries * tiles, variant.v_dim // variant.part)

@@ -102,7 +102,7 @@ def _encode_pair_by_hand(builder: Any, low: Any, high: Any) -> Any:
 
 
 def _encode_by_hand(builder: Any, value: Any) -> Any:
-    """As `kvtierd.gpu.host_kernels.e4m3.encode`, in LLVM's words."""
+    """As `kvtierd.gpu.host_kernels.e4m3.code_of`, in LLVM's words."""
     bits = builder.and_(builder.bitcast(value, I32), I32(0x7FFFFFFF))
     odd = builder.and_(builder.lshr(bits, I32(20)), I32(1))
     rounded = builder.add(builder.add(bits, I32(0x7FFFF)), odd)

@@ -39,18 +39,18 @@ class Compression(_Section, frozen=True, kw_only=True):
     """FP8 of cold blocks, in namespaces that allow loss."""
 
     enabled: bool = True
-    """Whether cold blocks are compressed, where their namespace allows loss."""
+    """Whether cold blocks are compressed, where their namespace allows loss. This version compresses nothing."""
     method: Literal["fp8"] = "fp8"
     """e4m3 with one scale per layer, K or V, head and block."""
     threshold: Annotated[int, Meta(ge=0, le=1_000_000)] = 10
-    """Heat below which a block is compressed."""
+    """Heat below which a block is cold: counted, and compressed as soon as that is done at all."""
 
 
 class KvCache(_Section, frozen=True, kw_only=True):
     """`kv_cache_config`: what shapes the cache itself."""
 
     block_size: Annotated[int, Meta(ge=1, le=65_536)] = 128
-    """Tokens a block; clients that do not choose their own take this."""
+    """Tokens a block, for clients that do not choose their own. This version does not tell clients."""
     gpu_watermark: Annotated[Share, _LIVE] = 0.8
     """Share of the gpu tier in use above which blocks move down."""
     prefetch_window: Annotated[int, Meta(ge=0, le=1024), _LIVE] = 3
@@ -67,7 +67,7 @@ class Gpu(_Section, frozen=True, kw_only=True):
     """The `gpu` tier."""
 
     device: Annotated[str, Meta(pattern=r"auto|host|cuda:\d{1,3}", examples=["auto", "host", "cuda:0"])] = "auto"
-    """`auto`, `host` (ordinary memory) or `cuda:N`."""
+    """`auto` or `host`: ordinary memory. `cuda:N` is refused by this version, with exit code 69."""
     capacity: Annotated[int, Meta(ge=0, le=POOL_MAX_BYTES, extra=_BYTES)] = 256 * MIB
     """Bytes of the pool; 0 switches the tier off."""
 

@@ -73,8 +73,8 @@ class Daemon:
         """One line for `systemctl status`."""
         if self._held or self._stopping:
             return f"draining, {format_bytes(self._manager.backlog_bytes)} to write; reads go on"
-        stats = self._manager.stats()
-        tiers = ", ".join(f"{tier} {stats[f'{tier}_blocks']}" for tier in ("gpu", "host", "nvme"))
+        counts = self._manager.copies.tier_counts()  # not all statistics: those take a sample of every block's heat
+        tiers = ", ".join(f"{tier} {counts[f'{tier}_blocks']}" for tier in ("gpu", "host", "nvme"))
         return f"serving on {self.endpoint}; {len(self._server.sessions)} clients; blocks: {tiers}"
 
     def state(self) -> Mapping[str, Any]:

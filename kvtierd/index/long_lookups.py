@@ -23,7 +23,8 @@ from kvtierd.index.sequence import POSITIONS_MAX
 LONG_KEYS = MEASURED.positions_min
 """Keys from which on a sequence may be worth tracking: a shorter lookup goes straight to the page table."""
 MATCH_NS = 7.0
-"""To compare one key: that much less is saved than by who asks by number. By `kvtierctl bench index`."""
+"""To compare one key: that much less is saved than by who asks by number. An estimate; `bench index` shows what is left
+of the gain."""
 SEQUENCES_MAX = 64
 """Sequences known at a time; the one that was asked about longest ago makes room."""
 SEEN_MAX = 1024
@@ -53,7 +54,7 @@ class LongLookups:
             hit, rows = self._pages.prefix(keys, namespace)
             if hit >= LONG_KEYS:
                 self._note(name, keys)
-            return rows[:hit]
+            return rows
         self._numbers.move_to_end(name)
         same = self.front.matching(number, keys)
         if same == self.front.length(number) < len(keys):
@@ -62,8 +63,8 @@ class LongLookups:
         self._answered_positions += rows.size
         if rows.size < same or same == len(keys):
             return rows
-        hit, more = self._pages.prefix(keys[same:], namespace)
-        return np.concatenate([rows, more[:hit]])
+        _, more = self._pages.prefix(keys[same:], namespace)
+        return np.concatenate([rows, more])
 
     def stats(self) -> dict[str, int]:
         """Gauges and counters by name."""

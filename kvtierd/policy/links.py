@@ -31,14 +31,6 @@ def push_front(after: Column, before: Column, sentinel: Word, node: Word) -> Non
 
 
 @helper
-def push_back(after: Column, before: Column, sentinel: Word, node: Word) -> None:
-    """Put a node that is on no list at the back."""
-    back = before[sentinel]
-    before[node], after[node] = back, sentinel
-    after[back] = before[sentinel] = node
-
-
-@helper
 def unlink(after: Column, before: Column, node: Word) -> None:
     """Take a node off its list."""
     following, preceding = after[node], before[node]

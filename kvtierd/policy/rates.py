@@ -25,6 +25,7 @@ from kvtierd.index.jit import Word, compiled, helper
 from kvtierd.policy.ages import BINS, RELATIVE_ONE, age_bin, elapsed, relative_bin
 from kvtierd.policy.history import (
     COUNTS_TYPE,
+    FILLED,
     HEAD,
     OPEN,
     RECORDS_TYPE,
@@ -68,7 +69,7 @@ def level_of(levels: Levels, kind: Word, pace: Word, age: Word) -> Word:
 @helper
 def _add_waiting(ring: Records, state: State, waiting: Scratch, now: Word) -> None:
     """Count the open observations of the newer half of the ring by the age that they have reached."""
-    for behind in range(1, ring.size // 2 + 1):
+    for behind in range(1, min(state[FILLED], ring.size // 2) + 1):
         record = ring[(state[HEAD] - behind) % ring.size]
         if record.state == OPEN:
             age = elapsed(record.at, now)

@@ -191,7 +191,9 @@ class Writes:
     ) -> tuple[Reservation | None, npt.NDArray[np.uint8]]:
         """Rows and slots for keys that are not there: (reservation or None, status per key)."""
         if self.closed:
-            raise RequestError(ErrorCode.SHUTTING_DOWN, "the daemon is stopping and takes no more stores")
+            raise RequestError(
+                ErrorCode.SHUTTING_DOWN, "the daemon takes no more stores: it is stopping, or was drained"
+            )
         copies = self._copies
         number = self.reservations.next_id(session.id)
         if number is None:
