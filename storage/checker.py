@@ -23,12 +23,12 @@ from kvtierd.storage.directory import DirectoryLock, what_failed
 from kvtierd.storage.facts import Facts, Head
 from kvtierd.storage.headers import FoundHeader, read_headers, write_headers
 from kvtierd.storage.index_frames import FRAME_MAGIC
-from kvtierd.storage.index_load import Loaded, load_index
+from kvtierd.storage.index_load import Loaded, is_unfinished, load_index
 from kvtierd.storage.index_log import IndexLog
 from kvtierd.storage.io import write_exact
 from kvtierd.storage.io_posix import PosixIo
 from kvtierd.storage.layout import FORMAT_VERSION, segment_id, segment_name
-from kvtierd.storage.metadata import NEW_SUFFIX, AioMetadata
+from kvtierd.storage.metadata import AioMetadata
 from kvtierd.storage.payloads import damaged_payloads
 from kvtierd.storage.record import Life
 from kvtierd.storage.recovery import Live, live_blocks
@@ -36,7 +36,8 @@ from kvtierd.storage.scan import Scan, Scanner
 from kvtierd.storage.segment import Segment
 from kvtierd.storage.superblock import Superblock
 
-LEFTOVERS = ("probe", "trial-data", "trial", "superblock.new")
+LEFTOVERS = ("probe", "probe-gds", "trial", "trial.new", "trial-data", "superblock.new")
+"""Names that the store gives files only while it makes or tries something; anything else is not ours."""
 
 
 class Verdict(enum.IntEnum):
@@ -142,17 +143,19 @@ class Checker:
         for number in sorted(n for n in map(segment_id, self._io.names(self._directory)) if n is not None):
             await asyncio.to_thread(self._check_segment, number, block.uuid)
         loaded = await load_index(self._files, block.uuid)
+        before = len(self.report.findings)
         scanned = await self._check_index(loaded)
         live = self._live(scanned, "a scan of all segments")
         if live is None:
             return
-        problems = len(self.report.findings)
         lost = self._compare(loaded, scanned, live)
         if verify_data:
             bad = await asyncio.to_thread(damaged_payloads, live, scanned, self._segments, self._report_damage)
             self.report.verified_bytes = int(live.lengths.sum())
             lost |= bad
-        needs_index = len(self.report.findings) > problems or not loaded.usable or bool(lost)
+        # Notes, of a torn tail for example, are no damage; what is reported as repaired must be.
+        damaged = any(not finding.is_note for finding in self.report.findings[before:])
+        needs_index = damaged or not loaded.usable or bool(lost)
         if self._repair and needs_index and self._lives:
             await self._write_index(block.uuid, loaded, scanned, live, lost)
         await self._check_leftovers()
@@ -314,7 +317,7 @@ class Checker:
         await self._files.close()
 
     async def _check_leftovers(self) -> None:
-        names = [name for name in self._io.names(self._directory) if name in LEFTOVERS or name.endswith(NEW_SUFFIX)]
+        names = [name for name in self._io.names(self._directory) if name in LEFTOVERS or is_unfinished(name)]
         for name in names:
             self.report.note(name, "left by something that was interrupted" + ("; removed" if self._repair else ""))
         if self._repair:

@@ -53,10 +53,12 @@ async def load_index(files: MetadataFiles, uuid: bytes, *, below: int = 1 << 62)
 
 async def remove_unfinished(files: MetadataFiles) -> None:
     """Remove what a checkpoint left that was not finished."""
-    names = [name for name in await files.names() if name.endswith(NEW_SUFFIX)]
-    await files.remove(
-        [name for name in names if index_number("checkpoint", name.removesuffix(NEW_SUFFIX)) is not None]
-    )
+    await files.remove([name for name in await files.names() if is_unfinished(name)])
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether this is the name of a checkpoint that was not finished."""
+    return name.endswith(NEW_SUFFIX) and index_number("checkpoint", name.removesuffix(NEW_SUFFIX)) is not None
 
 
 async def _load_from(number: int, journals: list[int], files: MetadataFiles, uuid: bytes, found: Loaded) -> bool:

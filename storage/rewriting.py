@@ -23,7 +23,7 @@ from kvtierd.core.units import MIB
 from kvtierd.storage.appender import Appender
 from kvtierd.storage.buffers import Scratch
 from kvtierd.storage.interface import Extent, WriteItem
-from kvtierd.storage.io import read_exact
+from kvtierd.storage.payloads import read_record
 from kvtierd.storage.pool import IoPool
 from kvtierd.storage.record import Kind, RecordHeader, decode, stored_sums
 from kvtierd.storage.ring import Ring
@@ -169,9 +169,8 @@ def _read_all(segment: Segment, copies: list[_Copy], scratch: Scratch) -> None:
     """Read what can be read; what cannot, or is not what its header says, stays where it is and goes with its segment.
     The bytes are verified when they are written again."""
     for copy in copies:
-        memory = np.empty(copy.extent.length, np.uint8)
         try:
-            read_exact(segment.file, [memory], copy.extent.offset, scratch)
+            memory = read_record(segment.file, copy.extent.offset, copy.extent.length, scratch)
         except OSError as error:
             _log.warning("nvme reclaim: segment %d at %d: %s", segment.number, copy.extent.offset, error)
             continue

@@ -224,12 +224,33 @@ def test_leftovers_are_notes_and_removed_by_repair(folder: Path) -> None:
         await filled(folder)
         (folder / "checkpoint-000009.new").write_bytes(b"half")
         (folder / "mine.txt").write_text("mine")
+        (folder / "notes.new").mkdir()
         report = await check_store(folder)
         assert report.verdict is Verdict.CLEAN
         assert [finding.place for finding in report.findings] == ["checkpoint-000009.new"]
         await check_store(folder, repair=True)
         assert not (folder / "checkpoint-000009.new").exists()
         assert (folder / "mine.txt").exists()
+        assert (folder / "notes.new").exists(), "whatever we do not name is not ours"
+
+    run(check)
+
+
+@pytest.mark.parametrize("old_is_there", [False, True])
+def test_damaged_checkpoint_that_is_called_repaired_is_repaired(folder: Path, *, old_is_there: bool) -> None:
+    async def check() -> None:
+        await filled(folder)
+        newest = max(folder.glob("checkpoint-*"))
+        if old_is_there:  # the same index once more, under the number before
+            (folder / f"checkpoint-{int(newest.name[-6:]) - 1:06}").write_bytes(newest.read_bytes())
+            for journal in folder.glob("journal-*"):
+                journal.with_name(f"journal-{int(journal.name[-6:]) - 1:06}").write_bytes(journal.read_bytes())
+        flip(newest, 60)
+        assert problems(await check_store(folder))
+        assert (await check_store(folder, repair=True)).verdict is Verdict.REPAIRED
+        after = await check_store(folder)
+        assert (problems(after), after.verdict) == ([], Verdict.CLEAN)
+        assert await found(folder) == set(range(1, 12))
 
     run(check)
 
