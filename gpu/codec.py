@@ -1,4 +1,4 @@
-"""FP8 on the CPU: whole layers of a block between the exact form and the FP8 form (`kvtierd.gpu.codec_layout`).
+"""FP8 on the CPU: whole layers of a block between the exact form and the FP8 form (`kvtierd.core.stored_form`).
 
 One call runs on one thread without the GIL. Callers share out blocks and layers on their threads: a layer of half a
 MiB takes about 0.1 ms, so a range of layers is a piece that can be kept as short as cancelling wants it.
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvtierd.core.checksum import Bytes
 from kvtierd.core.geometry import Geometry
-from kvtierd.gpu.codec_layout import EncodedLayout
+from kvtierd.core.stored_form import EncodedLayout
 from kvtierd.gpu.host_kernels import codec as kernels
 
 _ENCODERS: dict[str, Callable[..., None]] = {

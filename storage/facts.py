@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.core.namespace import Namespace
+from kvtierd.core.stored_form import Codec
 from kvtierd.core.units import PAGE_BYTES
 from kvtierd.storage.index_frames import ENTRY_DTYPE, KILL_ENTRY_DTYPE, Contents, Rows
-from kvtierd.storage.layout import Codec, block_shape
+from kvtierd.storage.layout import block_shape, codecs_of
 from kvtierd.storage.record import Kill
 from kvtierd.storage.scan import Scan
 
@@ -55,12 +56,13 @@ class Spaces:
         return number
 
     def shapes(self) -> npt.NDArray[np.int64]:
-        """[spaces, codecs, 4] int64: layers, layer_bytes, layer_stride, length of a record; 0 where not known."""
+        """[spaces, codecs, 4] int64: layers, layer_bytes, layer_stride, length of a record; 0 where not
+        known, or where blocks have no such form."""
         table = np.zeros((len(self.digests), len(Codec), 4), np.int64)
         for number, digest in enumerate(self.digests):
             if (namespace := self.known.get(digest)) is None:
                 continue
-            for codec in Codec:
+            for codec in codecs_of(namespace.geometry):
                 shape = block_shape(namespace.geometry, codec)
                 table[number, codec] = shape.layers, shape.layer_bytes, shape.layer_stride, shape.length
         return table

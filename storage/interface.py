@@ -18,6 +18,7 @@ from kvtierd.core.checksum import Bytes, Sums
 from kvtierd.core.errors import StorageError
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.namespace import Namespace
+from kvtierd.core.stored_form import Codec
 from kvtierd.core.units import PAGE_BYTES
 
 
@@ -83,7 +84,8 @@ class WriteItem:
     """One block to store. `data` is in slot form ([slot_bytes] uint8, layer parts padded to 4 KiB, page-aligned where
     the memory allows it); `sums` are its layer sums, which the store verifies against `data` before it writes.
 
-    `tag` is the caller's number for the block; it comes back when the extent is reclaimed.
+    `tag` is the caller's number for the block; it comes back when the extent is reclaimed. With another `codec` than
+    RAW `data` and `sums` are of the form that it gives the block (kvtierd.core.stored_form).
     """
 
     namespace: bytes
@@ -92,11 +94,15 @@ class WriteItem:
     data: Bytes
     sums: Sums
     tag: int
+    codec: int = Codec.RAW
 
 
 @dataclasses.dataclass(slots=True)
 class ReadItem:
-    """One block to fetch into `out` (slot form, [slot_bytes]); `sums` ([layers] u64) receives its layer sums."""
+    """One block to fetch into `out` (slot form, [slot_bytes]); `sums` ([layers] u64) receives its layer sums.
+
+    `codec` says in which form it was stored: `extent`, `block_sum`, `out` and `sums` are of that form.
+    """
 
     namespace: bytes
     key: bytes
@@ -105,6 +111,7 @@ class ReadItem:
     block_sum: int
     out: Bytes
     sums: Sums
+    codec: int = Codec.RAW
 
 
 @dataclasses.dataclass(slots=True)
@@ -112,7 +119,8 @@ class Recovered:
     """What a store found when it was opened: columns over live blocks, newest copy of each key only.
 
     `namespaces` has every namespace by digest; `space` ([n] int32) is a block's index into `digests`; `keys` is
-    [n, 32] uint8, `block_sums` [n] uint64. Tags of recovered extents are unknown to the store until `adopt` is called.
+    [n, 32] uint8, `block_sums` [n] uint64, `codecs` [n] uint8 (Codec). Tags of recovered extents are
+    unknown to the store until `adopt` is called.
     `source` says what the index was read from.
     """
 
@@ -122,6 +130,7 @@ class Recovered:
     keys: npt.NDArray[np.uint8]
     extents: Extents
     block_sums: Sums
+    codecs: npt.NDArray[np.uint8]
     source: str = ""
     dropped: int = 0
     notes: list[str] = dataclasses.field(default_factory=list)

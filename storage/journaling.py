@@ -97,7 +97,7 @@ class Journaling:
         entries["page"] = offsets // PAGE_BYTES
         entries["segment"] = segment.number
         entries["origin"] = entries["sequence"]
-        entries["sequence"], entries["block_sum"] = zip(*unsynced.placed, strict=True)
+        entries["sequence"], entries["block_sum"], entries["codec"] = zip(*unsynced.placed, strict=True)
         return entries
 
     def _kills(self, kills: Sequence[Kill]) -> Rows:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import struct
 from typing import NamedTuple
 
 import numpy as np
 
-from kvtierd.core.geometry import DTYPE_BYTES, Geometry
+from kvtierd.core.geometry import Geometry
+from kvtierd.core.stored_form import Codec, EncodedLayout, encodable
 from kvtierd.core.units import PAGE_BYTES, align_up
 
 FORMAT_VERSION = 2
@@ -82,15 +82,9 @@ def block_header_bytes(layers: int) -> int:
     return header_bytes(8 * layers)
 
 
-class Codec(enum.IntEnum):
-    """The stored form of a block's layers (FORMAT.md §4)."""
-
-    RAW = 0
-    FP8_E4M3 = 1
-
-
 CODECS = frozenset(Codec)
-SCALE_BYTES = 4
+COLUMNS_OF_GROUPS = 3
+"""Scales, and two columns of errors behind them, of as many bytes each."""
 
 
 class BlockShape(NamedTuple):
@@ -115,16 +109,28 @@ class BlockShape(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def block_shape(geometry: Geometry, codec: int = Codec.RAW) -> BlockShape:
-    """The shape of a geometry's blocks. Raises ValueError for a codec that is none."""
+    """The shape of a geometry's blocks. Raises ValueError for a codec that these blocks do not have."""
     layers, header = geometry.layers, block_header_bytes(geometry.layers)
     if codec == Codec.RAW:
         return BlockShape(layers, geometry.layer_bytes, geometry.layer_stride, geometry.slot_bytes, header)
     if codec != Codec.FP8_E4M3:
         raise ValueError(f"{codec} is no codec; there are {', '.join(f'{known} {known.name}' for known in Codec)}")
-    scale_offset = align_up(geometry.layer_bytes // DTYPE_BYTES[geometry.dtype], SCALE_BYTES)
-    scale_bytes = SCALE_BYTES * geometry.kv_heads * (2 if geometry.v_dim else 1)
-    stride = align_up(scale_offset + scale_bytes)
-    return BlockShape(layers, scale_offset + scale_bytes, stride, layers * stride, header, scale_offset, scale_bytes)
+    form = EncodedLayout(geometry)
+    scales = form.scales_offset, form.scale_bytes
+    return BlockShape(layers, form.layer_bytes, form.layer_stride, form.slot_bytes, header, *scales)
+
+
+def codec_problem(geometry: Geometry, codec: int) -> str:
+    """Why blocks of this geometry cannot have this codec; "" where they can."""
+    if codec in codecs_of(geometry):
+        return ""
+    known = ", ".join(f"{each} {each.name}" for each in codecs_of(geometry))
+    return f"codec {codec} is none of those of {geometry.dtype} blocks with layout {geometry.layout}: {known}"
+
+
+def codecs_of(geometry: Geometry) -> tuple[Codec, ...]:
+    """The codecs that blocks of this geometry may have."""
+    return tuple(Codec) if encodable(geometry) else (Codec.RAW,)
 
 
 def segment_name(segment: int) -> str:

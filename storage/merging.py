@@ -36,6 +36,7 @@ def merge(
     space = np.concatenate(spaces)
     keys = np.concatenate([part.keys.reshape(-1, 32) for _, part in found])
     sums = np.concatenate([part.block_sums for _, part in found])
+    codecs = np.concatenate([part.codecs for _, part in found])
     first, twice = _first_of_each(space, keys)
     dropped = [(digests[space[i]], keys[i].tobytes(), extents[int(i)]) for i in twice.tolist()]
     merged = Recovered(
@@ -45,6 +46,7 @@ def merge(
         keys=keys[first],
         extents=extents.take(first),
         block_sums=sums[first],
+        codecs=codecs[first],
         source=", ".join(dict.fromkeys(part.source for _, part in found if part.source)),
         dropped=sum(part.dropped for _, part in found),
         notes=[note for _, part in found for note in part.notes],

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.storage.appender import BREATH
 from kvtierd.storage.interface import ReadItem
-from kvtierd.storage.layout import block_shape
 from kvtierd.storage.pool import IoPool
-from kvtierd.storage.reader import Fetch, ReadRun, fetch_run, item_error, verify_run
+from kvtierd.storage.reader import Fetch, ReadRun, fetch_of, fetch_run, verify_run
 from kvtierd.storage.ring import Ring
 from kvtierd.storage.segment import Segment, fingerprint
 
@@ -29,7 +28,7 @@ class ReadPath:
         fetches: list[Fetch] = []
         tasks: list[asyncio.Task[None]] = []
         for begin in range(0, len(items), BREATH):
-            part = [Fetch(item, block_shape(item.geometry), item_error(item)) for item in items[begin : begin + BREATH]]
+            part = [fetch_of(item) for item in items[begin : begin + BREATH]]
             fetches += part
             tasks += [asyncio.create_task(self._execute(run)) for run in self._gather(part)]
             await asyncio.sleep(0)

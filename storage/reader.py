@@ -8,10 +8,11 @@ import numpy as np
 
 from kvtierd.core.checksum import Bytes, block_sum, layer_sums
 from kvtierd.core.errors import CorruptionError, StorageError
+from kvtierd.core.stored_form import Codec, form_of
 from kvtierd.storage.buffers import Scratch
 from kvtierd.storage.interface import DiskError, ReadItem
 from kvtierd.storage.io import read_exact
-from kvtierd.storage.layout import BlockShape, block_shape
+from kvtierd.storage.layout import BlockShape, block_shape, codec_problem
 from kvtierd.storage.record import Kind, Life, RecordHeader, decode, stored_sums
 from kvtierd.storage.segment import Segment
 from kvtierd.storage.writer import RUN_BYTES, RUN_RECORDS
@@ -87,9 +88,16 @@ def verify_run(run: ReadRun) -> None:
             fetch.error = _verify(run.life, fetch.item, view)
 
 
-def item_error(item: ReadItem) -> StorageError | None:
+def fetch_of(item: ReadItem) -> Fetch:
+    """An item to be fetched; its error is set where it cannot be."""
+    if problem := codec_problem(item.geometry, item.codec):
+        return Fetch(item, block_shape(item.geometry, Codec.RAW), StorageError(problem))
+    shape = block_shape(item.geometry, item.codec)
+    return Fetch(item, shape, item_error(item, shape))
+
+
+def item_error(item: ReadItem, shape: BlockShape) -> StorageError | None:
     """Why an item cannot be read at all: its arrays or its extent do not fit its geometry."""
-    shape = block_shape(item.geometry)
     if item.out.shape != (shape.payload_bytes,) or item.out.dtype != np.uint8:
         return StorageError(f"a block goes into uint8({shape.payload_bytes},), not {item.out.dtype}{item.out.shape}")
     if item.sums.shape != (shape.layers,) or item.sums.dtype != np.uint64:
@@ -129,9 +137,9 @@ def _verify(life: Life, item: ReadItem, view: Bytes) -> StorageError | None:
         return CorruptionError(f"{where}: the header is damaged or of another life of the segment")
     if (header.kind, header.namespace, header.key) != (Kind.BLOCK, item.namespace, item.key):
         return CorruptionError(f"{where}: another record than block {item.key.hex()[:16]} lies here")
-    if not _same_shape(header, item):
-        return CorruptionError(f"{where}: block {item.key.hex()[:16]} has another geometry than its namespace")
-    layer_sums(item.out, item.geometry, item.sums)
+    if problem := _shape_problem(header, item):
+        return CorruptionError(f"{where}: block {item.key.hex()[:16]} {problem}")
+    layer_sums(item.out, form_of(item.geometry, item.codec), item.sums)
     if not np.array_equal(item.sums, stored_sums(view, header)):
         layer = int(np.flatnonzero(item.sums != stored_sums(view, header))[0])
         return CorruptionError(f"{where}: the bytes of layer {layer} of block {item.key.hex()[:16]} are damaged")
@@ -140,6 +148,10 @@ def _verify(life: Life, item: ReadItem, view: Bytes) -> StorageError | None:
     return None
 
 
-def _same_shape(header: RecordHeader, item: ReadItem) -> bool:
+def _shape_problem(header: RecordHeader, item: ReadItem) -> str:
+    """What is wrong with the form that a header names; "" where it is the one that is wanted."""
+    if header.codec != item.codec:
+        return f"is stored as {Codec(header.codec).name}, not {Codec(item.codec).name}"
     form = (header.payload_bytes, header.header_bytes, header.scale_offset, header.scale_bytes)
-    return (header.count, header.layer_bytes, header.layer_stride, *form) == block_shape(item.geometry, header.codec)
+    found = (header.count, header.layer_bytes, header.layer_stride, *form)
+    return "" if found == block_shape(item.geometry, item.codec) else "has another geometry than its namespace"

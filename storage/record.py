@@ -13,9 +13,10 @@ import xxhash
 
 from kvtierd.core.checksum import Bytes, Sums
 from kvtierd.core.namespace import Namespace
+from kvtierd.core.stored_form import Codec
 from kvtierd.core.units import PAGE_BYTES
 from kvtierd.storage import layout
-from kvtierd.storage.layout import CHECKED_FROM, CODECS, FORMAT_VERSION, RECORD, RECORD_MAGIC, Codec
+from kvtierd.storage.layout import CHECKED_FROM, CODECS, FORMAT_VERSION, RECORD, RECORD_MAGIC
 
 
 class Kind(enum.IntEnum):
@@ -158,8 +159,8 @@ def _consistent(header: RecordHeader, life: Life) -> bool:
         return False
     if header.origin > header.sequence:
         return False
-    scales = header.scale_offset + header.scale_bytes
-    if scales != (header.layer_bytes if header.codec != Codec.RAW else 0):
+    form = header.scale_offset + layout.COLUMNS_OF_GROUPS * header.scale_bytes
+    if form != (header.layer_bytes if header.codec != Codec.RAW else 0):
         return False
     payload = header.count * header.layer_stride if header.kind is Kind.BLOCK else 0
     return header.payload_bytes == payload and payload % PAGE_BYTES == 0

@@ -79,4 +79,5 @@ def as_recovered(live: Live, facts: Facts) -> Recovered:
         keys=np.ascontiguousarray(rows["key"]).view(np.uint8).reshape(len(rows), 32),
         extents=Extents(rows["segment"].copy(), rows["page"].copy(), live.lengths),
         block_sums=rows["block_sum"].copy(),
+        codecs=rows["codec"].copy(),
     )

@@ -162,7 +162,7 @@ class Rewriter:
         assert copy.data is not None
         assert copy.sums is not None
         geometry = self._namespaces[copy.header.namespace].geometry
-        return WriteItem(copy.header.namespace, copy.header.key, geometry, copy.data, copy.sums, tag)
+        return WriteItem(copy.header.namespace, copy.header.key, geometry, copy.data, copy.sums, tag, copy.header.codec)
 
 
 def _read_all(segment: Segment, copies: list[_Copy], scratch: Scratch) -> None:

@@ -104,8 +104,8 @@ def fingerprint(namespace: bytes, key: bytes) -> int:
 class Unsynced:
     """What was written to a segment since its last sync.
 
-    `blocks` are rows, each with the kill that would strike it out; `placed` their sequence numbers and block sums;
-    `kills` those of tombstones. `dirty` is also true for a write that failed: part of it may have landed.
+    `blocks` are rows, each with the kill that would strike it out; `placed` their sequence numbers, block sums and
+    codecs; `kills` those of tombstones. `dirty` is also true for a write that failed: part of it may have landed.
     """
 
     __slots__ = ("blocks", "dirty", "kills", "placed")
@@ -113,7 +113,7 @@ class Unsynced:
     def __init__(self) -> None:
         self.dirty = False
         self.blocks: list[tuple[int, Kill]] = []
-        self.placed: list[tuple[int, int]] = []
+        self.placed: list[tuple[int, int, int]] = []
         self.kills: list[Kill] = []
 
 

@@ -167,7 +167,7 @@ class WritePath:
             return
         self._counters["rewritten_bytes" if draft.rewrite else "stored_bytes"] += draft.length
         segment.unsynced.blocks.append((draft.row, _kill_of(draft)))
-        segment.unsynced.placed.append((draft.sequence, draft.block_sum))
+        segment.unsynced.placed.append((draft.sequence, draft.block_sum, draft.item.codec))
 
     def _acknowledge(self, draft: Draft) -> Extent | StorageError:
         """One block; its segment may have been recycled meanwhile, or put in doubt by a sync that failed."""

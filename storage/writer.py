@@ -10,11 +10,12 @@ import numpy as np
 from kvtierd.core.checksum import Bytes, block_sum, layer_sums
 from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.core.keys import KEY_BYTES
+from kvtierd.core.stored_form import Codec, form_of
 from kvtierd.core.units import KIB, MIB
 from kvtierd.storage.buffers import Scratch
 from kvtierd.storage.interface import DiskError, WriteItem
 from kvtierd.storage.io import write_exact
-from kvtierd.storage.layout import block_shape, header_bytes
+from kvtierd.storage.layout import block_shape, codec_problem, header_bytes
 from kvtierd.storage.record import Kill, Kind, Life, RecordHeader, encode
 from kvtierd.storage.segment import Segment
 
@@ -98,7 +99,9 @@ def write_run(run: Run, scratch: Scratch) -> None:
 
 def item_error(item: WriteItem) -> StorageError | None:
     """Why an item cannot be a record at all: its arrays do not fit its geometry, or its key is none."""
-    shape = block_shape(item.geometry)
+    if problem := codec_problem(item.geometry, item.codec):
+        return StorageError(problem)
+    shape = block_shape(item.geometry, item.codec)
     if item.data.shape != (shape.payload_bytes,) or item.data.dtype != np.uint8:
         return StorageError(
             f"block data is {item.data.dtype}{item.data.shape}; uint8({shape.payload_bytes},) is wanted"
@@ -114,7 +117,7 @@ def _source_error(draft: Draft) -> StorageError | None:
     item = draft.item
     if item is None:
         return None
-    found = layer_sums(item.data, item.geometry)
+    found = layer_sums(item.data, form_of(item.geometry, item.codec))
     if np.array_equal(found, item.sums):
         return None
     layer = int(np.flatnonzero(found != item.sums)[0])
@@ -157,7 +160,7 @@ def _encode(draft: Draft, life: Life, page: Bytes) -> None:
         )
         encode(header, draft.body, life, page)
         return
-    shape = block_shape(item.geometry)
+    shape = block_shape(item.geometry, item.codec)
     draft.block_sum = block_sum(item.sums)
     header = RecordHeader(
         Kind.BLOCK,
@@ -171,14 +174,18 @@ def _encode(draft: Draft, life: Life, page: Bytes) -> None:
         block_sum=draft.block_sum,
         layer_bytes=shape.layer_bytes,
         layer_stride=shape.layer_stride,
+        codec=item.codec,
+        scale_offset=shape.scale_offset,
+        scale_bytes=shape.scale_bytes,
         origin=draft.origin,
     )
     encode(header, np.ascontiguousarray(item.sums, "<u8").view(np.uint8), life, page)
 
 
 def block_draft(item: WriteItem) -> Draft:
-    """A block's record."""
-    shape = block_shape(item.geometry)
+    """A block's record; for a codec that its geometry does not have, `item_error` says so."""
+    known = not codec_problem(item.geometry, item.codec)
+    shape = block_shape(item.geometry, item.codec if known else Codec.RAW)
     return Draft(Kind.BLOCK, item.namespace, shape.header_bytes, shape.length, item=item)
 
 

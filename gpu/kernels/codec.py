@@ -1,4 +1,4 @@
-"""FP8 on CUDA: blocks in slot form to codes, scales and errors, and back (`kvtierd.gpu.codec_layout`).
+"""FP8 on CUDA: blocks in slot form to codes, scales and errors, and back (`kvtierd.core.stored_form`).
 
     grid (layers x groups, blocks); a thread block does one group of one layer of one block
 
@@ -20,7 +20,7 @@ import numpy as np
 from numba import cuda
 
 from kvtierd.core.geometry import Geometry
-from kvtierd.gpu.codec_layout import EncodedLayout, encodable
+from kvtierd.core.stored_form import EncodedLayout, encodable
 from kvtierd.gpu.kernels.codec_elements import ALL, FINITE, INFINITE, INFINITY, WIDTH, readers, writer
 from kvtierd.gpu.kernels.primitives import (
     bits_of,

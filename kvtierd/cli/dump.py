@@ -9,11 +9,12 @@ from pathlib import Path
 
 from kvtierd.cli.errors import CommandError, Failure
 from kvtierd.core.checksum import Bytes
+from kvtierd.core.stored_form import Codec
 from kvtierd.core.units import PAGE_BYTES
 from kvtierd.storage import superblock
 from kvtierd.storage.buffers import Scratch
 from kvtierd.storage.headers import read_headers
-from kvtierd.storage.layout import Codec, segment_id
+from kvtierd.storage.layout import segment_id
 from kvtierd.storage.payloads import read_record, record_problem
 from kvtierd.storage.record import Kind, Life, RecordHeader, stored_kills, stored_namespace
 from kvtierd.storage.scan import Scanner

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvtierd.core.geometry import Geometry
+from kvtierd.core.stored_form import Form
 
 Sums = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
@@ -22,8 +23,8 @@ PIECE_BYTES = 256 << 10
 layer parts, and it is held for some ten microseconds at most."""
 
 
-def layer_sums(block: Bytes, geometry: Geometry, out: Sums | None = None) -> Sums:
-    """Hash each layer part of a block in slot form (`[slot_bytes]` uint8; padding is left out).
+def layer_sums(block: Bytes, geometry: Form, out: Sums | None = None) -> Sums:
+    """Hash each layer part of a block in slot form (`[slot_bytes]` uint8; padding is left out), exact or encoded.
 
     Raises ValueError for memory that is shorter than the block, as the other functions here do: a slice past its
     end would be cut silently, and the sum of half a part would vouch for it.
@@ -32,6 +33,13 @@ def layer_sums(block: Bytes, geometry: Geometry, out: Sums | None = None) -> Sum
     sums = np.empty(geometry.layers, np.uint64) if out is None else out
     _hash_parts(block, geometry.layer_stride, geometry.layer_bytes, 0, geometry.layers, sums)
     return sums
+
+
+def layer_sum(part: Bytes) -> int:
+    """Hash one layer part, without its padding."""
+    sums = np.empty(1, np.uint64)
+    _hash_parts(part, part.size, part.size, 0, 1, sums)
+    return int(sums[0])
 
 
 def packed_sums(packed: Bytes, geometry: Geometry, out: Sums) -> None:

@@ -11,7 +11,9 @@ import numpy.typing as npt
 from kvtierd.core.checksum import Bytes, Sums, block_sum, layer_sums
 from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.core.namespace import Namespace
+from kvtierd.core.stored_form import Codec, form_of
 from kvtierd.storage.interface import Extent, Extents, IoMode, ReadItem, Recovered, WriteItem
+from kvtierd.storage.layout import block_shape
 
 
 class MemoryStore:
@@ -25,6 +27,8 @@ class MemoryStore:
 
     def __init__(self, earlier: MemoryStore | None = None) -> None:
         self.blocks: dict[tuple[bytes, bytes], tuple[Extent, Bytes, Sums]] = dict(earlier.blocks) if earlier else {}
+        self.codecs: dict[int, int] = dict(earlier.codecs) if earlier else {}
+        """Of blocks that are not RAW, by the offset of their extent."""
         self.namespaces: dict[bytes, Namespace] = dict(earlier.namespaces) if earlier else {}
         self.tags: dict[int, int] = {}
         self.fail_writes = 0
@@ -47,6 +51,7 @@ class MemoryStore:
             keys=np.frombuffer(b"".join(key for _, key in names), np.uint8).reshape(len(names), 32),
             extents=Extents.of([self.blocks[name][0] for name in names]),
             block_sums=np.array([block_sum(self.blocks[name][2]) for name in names], np.uint64),
+            codecs=np.array([self.codecs.get(self.blocks[name][0].offset, Codec.RAW) for name in names], np.uint8),
         )
 
     def adopt(self, extents: Extents, tags: npt.NDArray[np.int64]) -> None:
@@ -74,6 +79,7 @@ class MemoryStore:
         (kept,) = self._moved([(self.tags[old.offset], old, new)])
         if kept:
             self.blocks[digest, key] = (new, data, sums)
+            self.codecs[new.offset] = self.codecs.pop(old.offset, Codec.RAW)
             self.tags[new.offset] = self.tags[old.offset]
         return kept
 
@@ -125,10 +131,14 @@ class MemoryStore:
         if self.fail_writes:
             self.fail_writes -= 1
             return StorageError("write: injected failure")
-        if (layer_sums(item.data, item.geometry) != item.sums).any():
+        shape = block_shape(item.geometry, item.codec)
+        if item.data.size != shape.payload_bytes:
+            return StorageError(f"write: {item.data.size} bytes; {shape.payload_bytes} are wanted")
+        if (layer_sums(item.data, form_of(item.geometry, item.codec)) != item.sums).any():
             return CorruptionError(f"block {item.key.hex()[:16]}: its bytes do not match its layer sums")
-        extent = Extent(0, self._next_offset, item.data.size)
-        self._next_offset += item.data.size
+        extent = Extent(0, self._next_offset, shape.length)
+        self._next_offset += shape.length
+        self.codecs[extent.offset] = item.codec
         self.blocks[item.namespace, item.key] = (extent, item.data.copy(), item.sums.copy())
         self.tags[extent.offset] = item.tag
         return extent
@@ -140,8 +150,12 @@ class MemoryStore:
         held = self.blocks.get((item.namespace, item.key))
         if held is None or held[0].offset != item.extent.offset:
             return CorruptionError("the extent holds another block")
+        if held[0] != item.extent or self.codecs.get(held[0].offset, Codec.RAW) != item.codec:
+            return StorageError("the extent is of another length or codec than the caller believes")
         item.out[:] = held[1]
-        if (layer_sums(item.out, item.geometry) != held[2]).any() or block_sum(held[2]) != item.block_sum:
+        if (layer_sums(item.out, form_of(item.geometry, item.codec)) != held[2]).any() or block_sum(
+            held[2]
+        ) != item.block_sum:
             return CorruptionError(f"block {item.key.hex()[:16]}: checksum mismatch on disk")
         item.sums[:] = held[2]
         return None

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtierd.core.geometry import Geometry
+from kvtierd.core.stored_form import Codec, EncodedLayout, choose_codec
 from kvtierd.gpu.codec import BlockCodec
-from kvtierd.gpu.codec_layout import Codec, EncodedLayout, choose_codec
 from kvtierd.gpu.reference import codec as oracle
 
 Bytes = npt.NDArray[np.uint8]

@@ -1,6 +1,7 @@
-"""What the FP8 form of a block looks like: the one place that knows where codes, scales and errors lie.
+"""Codecs, and what the FP8 form of a block looks like: the one place that knows where codes, scales and errors lie.
 
-A block in FP8 is a row of layers as its exact form is, each padded with zeros to 4 KiB:
+The same in host, on nvme and in the kernels; storage/FORMAT.md §4.1 is normative. A block in FP8 is a row of layers as
+its exact form is, each padded with zeros to 4 KiB:
 
 | part | bytes | what |
 |---|---|---|
@@ -39,7 +40,7 @@ ENCODABLE = ("bf16", "fp16", "fp32")
 
 
 class Codec(enum.IntEnum):
-    """How the bytes of a block are stored; the numbers are those of storage/FORMAT.md."""
+    """How the bytes of a block are stored: the numbers of storage/FORMAT.md §4 and of protocol/SPEC.md §3."""
 
     RAW = 0
     FP8_E4M3 = 1
@@ -55,6 +56,11 @@ class EncodedLayout:
         if not encodable(self.geometry):
             what = f"dtype {self.geometry.dtype!r}, layout {self.geometry.layout!r}"
             raise ValueError(f"a block of {what} has no FP8 form; it stays as it is")
+
+    @property
+    def layers(self) -> int:
+        """Layers of the block."""
+        return self.geometry.layers
 
     @property
     def groups(self) -> int:
@@ -76,15 +82,20 @@ class EncodedLayout:
         """Where the scales begin."""
         return align_up(self.k_codes + self.v_codes, SCALES_ALIGNMENT)
 
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a layer's scales; each of the two columns of errors behind them has as many."""
+        return SCALE_BYTES * self.groups
+
     @functools.cached_property
     def errors_offset(self) -> int:
         """Where the relative L2 errors begin; the largest errors are behind them."""
-        return self.scales_offset + SCALE_BYTES * self.groups
+        return self.scales_offset + self.scale_bytes
 
     @functools.cached_property
     def layer_bytes(self) -> int:
         """Bytes of a layer without padding: what its checksum covers."""
-        return self.errors_offset + 2 * SCALE_BYTES * self.groups
+        return self.errors_offset + 2 * self.scale_bytes
 
     @functools.cached_property
     def layer_stride(self) -> int:
@@ -102,6 +113,17 @@ def encodable(geometry: Geometry) -> bool:
     return geometry.dtype in ENCODABLE and geometry.layout in LAYOUTS
 
 
+Form = Geometry | EncodedLayout
+"""What a block measures in some codec: layers, layer_bytes, layer_stride, slot_bytes."""
+
+
+@functools.lru_cache(maxsize=1024)
+def form_of(geometry: Geometry, codec: int) -> Form:
+    """What a block of this geometry measures in a codec. Raises ValueError for a codec that is none, or has no form."""
+    return geometry if Codec(codec) is Codec.RAW else EncodedLayout(geometry)
+
+
+@functools.lru_cache(maxsize=1024)
 def choose_codec(geometry: Geometry, *, lossy: bool) -> Codec:
     """The codec for cold blocks of a namespace: FP8 where loss is allowed, it has such a form, and that is smaller."""
     if not lossy or not encodable(geometry):
