@@ -24,10 +24,13 @@ T = TypeVar("T", Granted, Leased)
 class _Ahead(Generic[T]):
     """`batch` keys at a time; at most two requests are ahead. `drop` ends it early. Raises ValueError for no batch."""
 
-    def __init__(self, plans: SlotPlans, handle: NamespaceHandle, keys: Keys, batch: int, build: Build) -> None:
+    def __init__(
+        self, plans: SlotPlans, handle: NamespaceHandle, keys: Keys, batch: int, build: Build, parent: bytes = b""
+    ) -> None:
         if batch < 1:
             raise ValueError(f"batch is {batch}; at least one block is wanted")
         self._plans, self._handle, self._build = plans, handle, build
+        self._parent = parent
         self._pieces = [keys[at : at + batch] for at in range(0, len(keys), batch)]
         self._at = 0
         self._begun: dict[int, Begun | None] = {}
@@ -42,7 +45,8 @@ class _Ahead(Generic[T]):
 
     def _build_at(self, at: int) -> Build:
         """The request for a piece, which tells what comes before it."""
-        return behind(self._build, self._pieces[at - 1][-1].tobytes()) if at else self._build
+        parent = self._pieces[at - 1][-1].tobytes() if at else self._parent
+        return behind(self._build, parent) if parent else self._build
 
     def _next(self) -> tuple[Keys, Begun | None]:
         at = self._at
@@ -106,8 +110,10 @@ class Leases(_Ahead[Leased]):
 class Reservations(_Ahead[Granted]):
     """Slots to write into for all keys, batch by batch."""
 
-    def __init__(self, plans: SlotPlans, handle: NamespaceHandle, keys: Keys, batch: int) -> None:
-        super().__init__(plans, handle, keys, batch, reserve_request)
+    def __init__(
+        self, plans: SlotPlans, handle: NamespaceHandle, keys: Keys, batch: int, parent: bytes = b""
+    ) -> None:
+        super().__init__(plans, handle, keys, batch, reserve_request, parent)
 
     def take(self, deadline_ns: int) -> Plan[Granted | None]:
         """The next reservation, or None behind the last key."""

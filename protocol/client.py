@@ -227,17 +227,20 @@ class Client:
         keys: Keys,
         *,
         batch: int = BATCH,
+        parent: bytes = b"",
         ttl_s: float | None = None,
         verify: bool = False,
         timeout_s: float | None = None,
     ) -> Iterator[Lease]:
         """Lease the leading run, `batch` blocks at a time; the next ones are asked for while the caller works on these.
 
-        Each lease ends when the next one is taken, and the last with the iterator, which ends with the run. Deadlines
-        hold for each step. Raises ValueError for a batch of less than one.
+        Each lease ends when the next one is taken, and the last with the iterator, which ends with the run. `parent` is
+        the key before the first, where that is not the beginning of a prefix. Deadlines hold for each step. Raises
+        ValueError for a batch of less than one.
         """
         ttl_ms = 0 if ttl_s is None else max(1, int(ttl_s * 1000))
-        ahead = Leases(self._slots, namespace, as_keys(keys), batch, acquire_request(ttl_ms=ttl_ms, verify=verify))
+        build = acquire_request(ttl_ms=ttl_ms, verify=verify)
+        ahead = Leases(self._slots, namespace, as_keys(keys), batch, build, parent)
 
         def steps() -> Iterator[Lease]:
             try:
@@ -252,14 +255,21 @@ class Client:
         return steps()
 
     def reservations(
-        self, namespace: NamespaceHandle, keys: Keys, *, batch: int = BATCH, timeout_s: float | None = None
+        self,
+        namespace: NamespaceHandle,
+        keys: Keys,
+        *,
+        batch: int = BATCH,
+        parent: bytes = b"",
+        timeout_s: float | None = None,
     ) -> Iterator[Reservation]:
         """Reserve slots for all keys, `batch` at a time; the next ones are asked for while the caller fills these.
 
-        What is not committed when the next one is taken, or the iterator ends, is given back. Deadlines hold for each
-        step. Raises ValueError for a batch of less than one.
+        What is not committed when the next one is taken, or the iterator ends, is given back. `parent` is the key
+        before the first, where that is not the beginning of a prefix. Deadlines hold for each step. Raises ValueError
+        for a batch of less than one.
         """
-        ahead = Reservations(self._slots, namespace, as_keys(keys), batch)
+        ahead = Reservations(self._slots, namespace, as_keys(keys), batch, parent)
 
         def steps() -> Iterator[Reservation]:
             try:

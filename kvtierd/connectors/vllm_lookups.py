@@ -1,0 +1,137 @@
+"""Lookups beside the scheduler: one thread hashes a request's tokens and asks the daemon how much of them it has."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from kvtierd.connectors.vllm_keys import Feature, RequestKeys
+from kvtierd.connectors.vllm_plan import ModelFacts, RankShape, namespace_of
+from kvtierd.core.errors import KvtierdError
+from kvtierd.protocol.client import Client
+from kvtierd.protocol.messages import TIER_GPU, TIER_HOST
+from kvtierd.protocol.results import Hit, NamespaceHandle
+
+_log = logging.getLogger("vllm.kvtierd")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Question:
+    """What is looked up: the first `blocks` blocks of these tokens. `facts` says for which model, and may take time."""
+
+    facts: Callable[[], ModelFacts]
+    tokens: Sequence[int]
+    blocks: int
+    salt: str | None = None
+    features: tuple[Feature, ...] = ()
+
+
+@dataclasses.dataclass(slots=True)
+class Found:
+    """`blocks` leading blocks are stored on all ranks; `keys` are the request's from now on."""
+
+    facts: ModelFacts
+    keys: RequestKeys
+    blocks: int
+
+
+class Lookup:
+    """A lookup under way. Past its deadline it counts as a miss; what it finds afterwards still says where to save."""
+
+    def __init__(self, future: Future[Found | None], deadline_s: float) -> None:
+        self._future = future
+        self._deadline_s = deadline_s
+
+    @property
+    def pending(self) -> bool:
+        """Whether it is worth asking again: there is no answer, and time is left."""
+        return not self._future.done() and time.monotonic() < self._deadline_s
+
+    def found(self) -> Found | None:
+        """The answer; None while there is none, and where the request cannot be cached at all."""
+        return self._future.result() if self._future.done() and not self._future.cancelled() else None
+
+
+class Lookups:
+    """Asks for all ranks at once, so that they agree. `timeout_s` is from the question on, hashing included."""
+
+    def __init__(self, client: Client, shapes: Sequence[RankShape], timeout_s: float) -> None:
+        self._client = client
+        self._shapes = tuple(shapes)
+        self._timeout_s = timeout_s
+        self._handles: dict[ModelFacts, tuple[NamespaceHandle, ...]] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvtierd-lookup")
+        self._away = False
+
+    def begin(self, question: Question) -> Lookup:
+        """Start a lookup; does not wait."""
+        deadline_s = time.monotonic() + self._timeout_s
+        return Lookup(self._pool.submit(self._answer, question, deadline_s), deadline_s)
+
+    def introduce(self, facts: ModelFacts) -> bool:
+        """Register a model's namespaces, so that the first lookup finds a session; whether the daemon is there."""
+        try:
+            for handle in self._handles_of(facts):
+                self._client.register(handle.namespace)
+        except KvtierdError as error:
+            self._say(away=True, why=str(error))
+            return False
+        return self._client.counters["sessions"] > 0
+
+    def close(self) -> None:
+        """End the thread after the lookup that it is at."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _answer(self, question: Question, deadline_s: float) -> Found | None:
+        try:
+            facts = question.facts()
+            handles = self._handles_of(facts)
+            digests = [handle.digest for handle in handles]
+            size = self._shapes[0].geometry.block_size
+            keys = RequestKeys(digests, size, salt=question.salt, features=question.features)
+            keys.grow(question.tokens, question.blocks)
+            return Found(facts, keys, self._ask(handles, keys, deadline_s) if keys.count else 0)
+        except Exception:
+            # One request goes uncached, with a reason in the log; the engine must not end for it.
+            _log.exception("kvtierd: a lookup failed; its request is not cached")
+            return None
+
+    def _ask(self, handles: Sequence[NamespaceHandle], keys: RequestKeys, deadline_s: float) -> int:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            return 0
+        missed = self._client.counters["lookups_missed_unavailable"]
+        each = keys.keys(0, keys.count)
+        try:
+            hit = self._client.lookup_group(handles, each, timeout_s=left_s)
+        except KvtierdError as error:
+            self._say(away=True, why=str(error))
+            return 0
+        self._say(away=self._client.counters["lookups_missed_unavailable"] > missed, why="it did not answer in time")
+        self._prefetch(handles, each, hit)
+        return hit.count
+
+    def _prefetch(self, handles: Sequence[NamespaceHandle], keys: Sequence[Any], hit: Hit) -> None:
+        """What lies on disk is on its way while the request waits for its turn."""
+        if hit.count and not (hit.tiers & (TIER_HOST | TIER_GPU)).all():
+            for handle, own in zip(handles, keys, strict=True):
+                self._client.prefetch(handle, own[: hit.count], timeout_s=self._timeout_s)
+
+    def _handles_of(self, facts: ModelFacts) -> tuple[NamespaceHandle, ...]:
+        if facts not in self._handles:
+            names = (namespace_of(facts, shape) for shape in self._shapes)
+            self._handles[facts] = tuple(NamespaceHandle(name, allow_loss=False) for name in names)
+        return self._handles[facts]
+
+    def _say(self, *, away: bool, why: str) -> None:
+        """Log when the daemon goes and when it comes back, and not for each request."""
+        if away != self._away:
+            self._away = away
+            if away:
+                _log.warning("kvtierd: no daemon at %s (%s); prompts are computed", self._client.endpoint, why)
+            else:
+                _log.warning("kvtierd: the daemon at %s is back", self._client.endpoint)

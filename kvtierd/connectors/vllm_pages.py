@@ -1,0 +1,86 @@
+"""An engine's KV cache in host memory as pages, and copies between pages and slots. No engine in here.
+
+A *page* is what the engine keeps of one block in one layer: one run of bytes, opaque to us. A slot holds the pages of
+all layers, each padded to 4 KiB and with a checksum of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+from kvtierd.core.checksum import PIECE_BYTES, Bytes, Sums
+from kvtierd.core.geometry import Geometry
+
+
+class EnginePages:
+    """Pages of all layers: `layers[l]` is [pages, page_bytes] uint8, writable, each page contiguous.
+
+    Where all layers lie in `storage` at equal distances, pages of several layers are copied in one call. Raises
+    ValueError when a page has not the size that the geometry says.
+    """
+
+    def __init__(self, geometry: Geometry, layers: Sequence[Bytes]) -> None:
+        if len(layers) != geometry.layers:
+            raise ValueError(f"the cache has {len(layers)} layers; the geometry has {geometry.layers}")
+        for number, layer in enumerate(layers):
+            if layer.dtype != np.uint8 or layer.ndim != 2 or layer.shape[1] != geometry.layer_bytes:
+                wanted = f"uint8 [pages, {geometry.layer_bytes}] is wanted"
+                raise ValueError(f"layer {number} is {layer.dtype} {layer.shape}; {wanted}")
+            if layer.strides[1] != 1:
+                raise ValueError(f"the pages of layer {number} are not contiguous")
+        self._geometry = geometry
+        self._layers = list(layers)
+        self._joined = _joined(self._layers)
+        self._group = max(1, PIECE_BYTES // geometry.layer_bytes)
+
+    def store(self, page: int, slot: Bytes, sums: Sums) -> None:
+        """Copy a page of all layers into a slot ([slot_bytes] uint8), zero its padding, and hash what landed."""
+        rows = self._rows(slot)
+        size = self._geometry.layer_bytes
+        rows[:, size:] = 0
+        for begin in range(0, self._geometry.layers, self._group):
+            end = min(begin + self._group, self._geometry.layers)
+            if self._joined is not None:
+                rows[begin:end, :size] = self._joined[begin:end, page]
+            else:
+                for layer in range(begin, end):
+                    rows[layer, :size] = self._layers[layer][page]
+            for layer in range(begin, end):
+                sums[layer] = xxhash.xxh3_64_intdigest(rows[layer, :size].data)
+
+    def load(self, page: int, slot: Bytes, sums: Sums) -> bool:
+        """Copy a slot into a page of all layers; False as soon as what arrived does not match its sum.
+
+        The page then holds bytes of no use.
+        """
+        rows = self._rows(slot)
+        size = self._geometry.layer_bytes
+        for begin in range(0, self._geometry.layers, self._group):
+            end = min(begin + self._group, self._geometry.layers)
+            if self._joined is not None:
+                self._joined[begin:end, page] = rows[begin:end, :size]
+            else:
+                for layer in range(begin, end):
+                    self._layers[layer][page] = rows[layer, :size]
+            for layer in range(begin, end):
+                if xxhash.xxh3_64_intdigest(self._layers[layer][page].data) != int(sums[layer]):
+                    return False
+        return True
+
+    def _rows(self, slot: Bytes) -> Bytes:
+        return slot.reshape(self._geometry.layers, self._geometry.layer_stride)
+
+
+def _joined(layers: Sequence[Bytes]) -> Bytes | None:
+    """[layers, pages, page_bytes] over the same memory, where all layers are views of one array at equal distances."""
+    first = layers[0]
+    if first.base is None or any(layer.base is not first.base or layer.shape != first.shape for layer in layers):
+        return None
+    starts = [layer.ctypes.data for layer in layers]
+    steps = set(np.diff(starts).tolist()) or {0}
+    if len(steps) != 1 or any(layer.strides != first.strides for layer in layers):
+        return None
+    return np.lib.stride_tricks.as_strided(first, (len(layers), *first.shape), (steps.pop(), *first.strides))
