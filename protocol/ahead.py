@@ -110,9 +110,7 @@ class Leases(_Ahead[Leased]):
 class Reservations(_Ahead[Granted]):
     """Slots to write into for all keys, batch by batch."""
 
-    def __init__(
-        self, plans: SlotPlans, handle: NamespaceHandle, keys: Keys, batch: int, parent: bytes = b""
-    ) -> None:
+    def __init__(self, plans: SlotPlans, handle: NamespaceHandle, keys: Keys, batch: int, parent: bytes = b"") -> None:
         super().__init__(plans, handle, keys, batch, reserve_request, parent)
 
     def take(self, deadline_ns: int) -> Plan[Granted | None]:

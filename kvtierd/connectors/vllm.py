@@ -170,6 +170,12 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
         """As `request_finished_all_groups`, for the one group there is."""
         return self.request_finished_all_groups(request, (block_ids,))
 
+    def reset_cache(self) -> bool:
+        """Forget what this engine has stored so far, because its weights were changed in place."""
+        if self._scheduler is not None:
+            self._scheduler.reset()
+        return True
+
     # Both
 
     def shutdown(self) -> None:
@@ -206,6 +212,6 @@ def _backend_name(connector: KvtierdConnector) -> str:
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-    layers = get_layers_from_vllm_config(connector._vllm_config, AttentionLayerBase)  # noqa: SLF001
-    first = layers[connector._kv_cache_config.kv_cache_groups[0].layer_names[0]]  # noqa: SLF001
+    layers = get_layers_from_vllm_config(connector._vllm_config, AttentionLayerBase)
+    first = layers[connector._kv_cache_config.kv_cache_groups[0].layer_names[0]]
     return str(first.get_attn_backend().get_name())

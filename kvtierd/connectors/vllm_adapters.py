@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,13 @@ class Adapters:
     def __init__(self, base: ModelFacts) -> None:
         self.base = base
         self._known: dict[tuple[str, int, str], ModelFacts] = {}
+
+    def renew(self) -> None:
+        """The weights were changed in place, and nothing on disk names what they are now: what is stored from here on
+        is found until the next such change, by this engine alone."""
+        changed = f"{self.base.revision.split('+')[0]}+{uuid.uuid4().hex}"
+        self.base = msgspec.structs.replace(self.base, revision=changed)
+        self._known.clear()
 
     def facts(self, adapter: Any) -> ModelFacts:
         """The facts of a vLLM LoRARequest, or of the base model for None. Raises ValueError for an adapter whose files

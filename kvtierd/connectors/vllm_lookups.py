@@ -95,7 +95,7 @@ class Lookups:
             keys = RequestKeys(digests, size, salt=question.salt, features=question.features)
             keys.grow(question.tokens, question.blocks)
             return Found(facts, keys, self._ask(handles, keys, deadline_s) if keys.count else 0)
-        except Exception:
+        except Exception:  # noqa: BLE001 - see below
             # One request goes uncached, with a reason in the log; the engine must not end for it.
             _log.exception("kvtierd: a lookup failed; its request is not cached")
             return None

@@ -35,6 +35,7 @@ class _Tracked:
     saving: bool = False
     """Whether workers may still read its pages."""
     may_load: bool = True
+    may_save: bool = True
 
 
 class SchedulerSide:
@@ -85,9 +86,8 @@ class SchedulerSide:
         for request_id in step.preempted_req_ids or ():
             self._preempt(request_id)
         for request_id, scheduled in step.num_scheduled_tokens.items():
-            tracked = self._tracked.get(request_id)
-            if tracked is not None:
-                self._save(tracked, scheduled, step.kv_connector_block_state)
+            if request_id in self._tracked:
+                self._save(self._tracked[request_id], scheduled, step.kv_connector_block_state)
         plan, self._plan = self._plan, Plan()
         return plan
 
@@ -99,8 +99,8 @@ class SchedulerSide:
                 if whole < len(tracked.loading):
                     tracked.saved = min(tracked.saved, tracked.computed + whole)
         for request_id in request_ids:
-            if tracked := self._tracked.get(request_id):
-                tracked.loading = ()
+            if request_id in self._tracked:
+                self._tracked[request_id].loading = ()
 
     def finished(self, request: Any) -> bool:
         """A request has ended; True where the engine must keep its pages until the workers say that they are read."""
@@ -110,6 +110,17 @@ class SchedulerSide:
             return False
         self._plan.finished.add(request.request_id)
         return True
+
+    def reset(self) -> None:
+        """The weights were changed in place: requests that wait are looked up anew, and those that have begun are not
+        cached any further, since their KV is of both."""
+        self._adapters.renew()
+        for tracked in self._tracked.values():
+            if tracked.request.num_computed_tokens:
+                tracked.may_load = tracked.may_save = False
+            else:
+                tracked.found, tracked.saved = None, 0
+                tracked.lookup = self._begin(tracked.request, tracked.request.prompt_token_ids)
 
     def close(self) -> None:
         """End the thread of the lookups."""
@@ -136,7 +147,8 @@ class SchedulerSide:
         """Its pages are taken away, and it will start over: what was stored meanwhile is looked up anew."""
         self._plan.preempted.add(request_id)
         if tracked := self._tracked.get(request_id):
-            tracked.found, tracked.saved, tracked.saving, tracked.may_load = None, 0, False, True
+            tracked.found, tracked.saved, tracked.saving = None, 0, False
+            tracked.may_load = tracked.may_save = True
             tracked.lookup = self._begin(tracked.request, list(tracked.request.all_token_ids))
 
     def _save(self, tracked: _Tracked, scheduled: int, state: Any) -> None:
@@ -144,13 +156,13 @@ class SchedulerSide:
         under way) have no keys; their blocks follow with a later step."""
         found, request = self._found(tracked), tracked.request
         whole = min(request.num_computed_tokens + scheduled, request.num_tokens) // self._block_size
-        if found is None or whole <= tracked.saved:
+        if found is None or whole <= tracked.saved or not tracked.may_save:
             return
         try:
             found.keys.grow(request.all_token_ids, whole)
         except ValueError:
             _log.exception("kvtierd: request %s is not cached any further", request.request_id)
-            tracked.found, tracked.may_load = None, False
+            tracked.may_save = False
             return
         pages = tuple(state.get_block_ids(request.request_id)[0][tracked.saved : whole])
         self._plan.saves.append(_transfer(tracked, tracked.saved, whole, pages))

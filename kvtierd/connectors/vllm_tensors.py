@@ -73,13 +73,15 @@ def _geometry(layers: int, page_bytes: int, dtype: str, layout: CacheLayout, nam
     """K and V by name where the page is nothing else, else bytes: packed formats have scales or states beside them."""
     spec = layout.spec
     element = _DTYPES.get(dtype, "uint8")
-    shape = {"block_size": int(spec.block_size), "layers": layers, "layout": name}
-    heads, k_dim, v_dim = int(spec.num_kv_heads), int(spec.head_size), int(spec.head_size_v or 0)
-    if page_bytes == spec.block_size * heads * (k_dim + v_dim) * DTYPE_BYTES[element]:
-        return Geometry(kv_heads=heads, k_dim=k_dim, v_dim=v_dim, dtype=element, **shape)
-    if page_bytes % spec.block_size:
-        raise ValueError(f"a block of {spec.block_size} tokens takes {page_bytes} bytes a layer, no whole number each")
-    return Geometry(kv_heads=1, k_dim=page_bytes // int(spec.block_size), v_dim=0, dtype="uint8", **shape)
+    tokens, heads = int(spec.block_size), int(spec.num_kv_heads)
+    k_dim, v_dim = int(spec.head_size), int(spec.head_size_v or 0)
+    if page_bytes != tokens * heads * (k_dim + v_dim) * DTYPE_BYTES[element]:
+        if page_bytes % tokens:
+            raise ValueError(f"a block of {tokens} tokens takes {page_bytes} bytes a layer, no whole number each")
+        heads, k_dim, v_dim, element = 1, page_bytes // tokens, 0, "uint8"
+    return Geometry(
+        block_size=tokens, layers=layers, kv_heads=heads, k_dim=k_dim, v_dim=v_dim, dtype=element, layout=name
+    )
 
 
 def _layout_name(layout: CacheLayout, order: str, names: Sequence[str]) -> str:

@@ -42,9 +42,7 @@ class Transfers:
         handle, keys = self._handle(transfer), transfer.keys[self._shape.position]
         parent = transfer.parents[self._shape.position]
         done = 0
-        leases = self._client.leases(
-            handle, keys, batch=self._batch, parent=parent, timeout_s=self._load_timeout_s
-        )
+        leases = self._client.leases(handle, keys, batch=self._batch, parent=parent, timeout_s=self._load_timeout_s)
         for lease in leases:
             good, whole = self._copy_out(lease, transfer.pages[done:]), lease.unchanged()
             if good < min(whole, lease.count):

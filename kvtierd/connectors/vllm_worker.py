@@ -119,7 +119,7 @@ class WorkerSide:
             level = logging.DEBUG if what in self._troubled else logging.WARNING
             self._troubled.add(what)
             _log.log(level, "kvtierd: blocks were not %sed: %s", what, error)
-        except Exception:
+        except Exception:  # noqa: BLE001 - see below
             # The thread must go on, and the request it works for must be answered: it is computed instead.
             _log.exception("kvtierd: blocks were not %sed", what)
         return 0

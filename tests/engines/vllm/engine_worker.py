@@ -45,7 +45,9 @@ def generate(
     sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, logprobs=logprobs)
     started = time.perf_counter()
     names = [f"{started}-{i}" for i in range(len(prompts))]
-    inner = [core.add_request(n, TokensPrompt(prompt_token_ids=p), sampling) for n, p in zip(names, prompts, strict=True)]
+    inner = [
+        core.add_request(n, TokensPrompt(prompt_token_ids=p), sampling) for n, p in zip(names, prompts, strict=True)
+    ]
     answers: dict[str, dict[str, Any]] = {name: {"tokens": [], "at_s": [], "cached": 0} for name in names}
     while core.has_unfinished_requests():
         for output in core.step():
