@@ -109,7 +109,7 @@ def _header(segment: Segment, uuid: bytes, pool: IoPool) -> asyncio.Future[Found
             return FoundHeader(found.life, f"{found.problem}; it cannot be mended: {error.strerror or error}")
         return FoundHeader(found.life, f"{found.problem}; it was mended")
 
-    return pool.submit(read, urgent=True)
+    return pool.submit(read)
 
 
 def _plan(settings: Nvme, directory: Path, io: StorageIo, segments: list[Segment]) -> Plan:

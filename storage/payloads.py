@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import numpy as np
-import xxhash
 
-from kvtierd.core.checksum import Bytes, block_sum
+from kvtierd.core.checksum import Bytes, block_sum, layer_sum
 from kvtierd.core.units import PAGE_BYTES
 from kvtierd.storage.buffers import Scratch, page_buffer
 from kvtierd.storage.facts import Facts
@@ -27,7 +26,7 @@ def record_problem(view: Bytes, life: Life, offset: int) -> tuple[RecordHeader |
         return header, "its block sum is not that of its layer sums"
     for layer in range(header.count):
         begin = header.header_bytes + layer * header.layer_stride
-        if xxhash.xxh3_64_intdigest(view[begin : begin + header.layer_bytes].data) != sums[layer]:
+        if layer_sum(view[begin : begin + header.layer_bytes]) != int(sums[layer]):
             return header, f"the bytes of layer {layer} are damaged"
     return header, ""
 

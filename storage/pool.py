@@ -72,9 +72,13 @@ class IoPool:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, call: Callable[[Scratch], T], *, urgent: bool) -> asyncio.Future[T]:
-        """Run `call(scratch)` in a thread: at once if urgent (headers, syncs), else in the lane of writes."""
-        return self._enter(self._plain if urgent else self._lanes[Lane.WRITE], call, None if urgent else Lane.WRITE)
+    def submit(self, call: Callable[[Scratch], T]) -> asyncio.Future[T]:
+        """Run `call(scratch)` in a thread, at once: headers and syncs."""
+        return self._enter(self._plain, call)
+
+    def read_patiently(self, transfer: Step, after: Step = _nothing) -> asyncio.Future[None]:
+        """Read for nobody who waits, in the lane of writes: reads of clients go first. The rest is as in `read`."""
+        return self._enter(self._lanes[Lane.WRITE], transfer, Lane.WRITE, after=after)
 
     def read(self, transfer: Step, after: Step, size_bytes: int) -> asyncio.Future[None]:
         """Run `transfer` when the device has room for a read, then `after` without holding that room."""
@@ -84,7 +88,9 @@ class IoPool:
         """Run `before`, then `transfer` when the device has room for a write."""
         return self._enter(self._unprepared, transfer, Lane.WRITE, size_bytes=size_bytes, before=before)
 
-    def _enter(self, queue: deque[_Job], transfer: Step, lane: Lane | None, **fields: Any) -> asyncio.Future[Any]:
+    def _enter(
+        self, queue: deque[_Job], transfer: Step, lane: Lane | None = None, **fields: Any
+    ) -> asyncio.Future[Any]:
         job = _Job(asyncio.get_running_loop().create_future(), transfer, lane, **fields)
         with self._wake:
             if self._closed:

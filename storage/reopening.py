@@ -76,7 +76,7 @@ class Reopening:
         return head if head is not None and head.generation == life.generation else None
 
     async def _scan(self, segments: dict[int, Segment], begins: dict[int, int]) -> None:
-        calls = (self._pool.submit(_scan_of(segments[number], begin), urgent=True) for number, begin in begins.items())
+        calls = (self._pool.submit(_scan_of(segments[number], begin)) for number, begin in begins.items())
         self._scans = list(await asyncio.gather(*calls))
         blocks, kills = self._facts.add_scans(self._scans)
         self.unjournaled.spaces = self._facts.spaces

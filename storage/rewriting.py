@@ -128,7 +128,7 @@ class Rewriter:
         rows, life = segment.rows, segment.life
         segment.pin()
         try:
-            await self._pool.submit(lambda scratch: _read_all(segment, copies, scratch), urgent=False)
+            await self._pool.read_patiently(lambda scratch: _read_all(segment, copies, scratch))
         finally:
             segment.unpin()
         good = [copy for copy in copies if copy.header is not None and copy.header.namespace in self._namespaces]

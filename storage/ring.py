@@ -198,7 +198,7 @@ class Ring:
         life = Life(segment.number, self.sequences.take(), secrets.randbits(64), segment.size_bytes)
         segment.clear()
         try:
-            await self._pool.submit(lambda scratch: self._write_header(segment, life, scratch), urgent=True)
+            await self._pool.submit(lambda scratch: self._write_header(segment, life, scratch))
         except OSError as error:
             self._free.append(segment)
             raise DiskError(f"cannot write the header of {segment.path}: {error.strerror or error}") from error
@@ -237,7 +237,7 @@ class Ring:
                 segment.file.punch(FIRST_RECORD, life.end_bytes - FIRST_RECORD)
 
         with contextlib.suppress(OSError):
-            await self._pool.submit(empty, urgent=True)
+            await self._pool.submit(empty)
         self.header_written()
 
     async def try_disk(self) -> None:
@@ -256,7 +256,7 @@ class Ring:
                 self._io.remove(path)
 
         try:
-            await self._pool.submit(attempt, urgent=True)
+            await self._pool.submit(attempt)
         except OSError as error:
             raise DiskError(f"cannot write in {self._directory}: {error.strerror or error}") from error
 
@@ -265,7 +265,7 @@ class Ring:
         life = segment.life
         assert life is not None
         try:
-            await self._pool.submit(lambda scratch: self._write_header(segment, life, scratch), urgent=True)
+            await self._pool.submit(lambda scratch: self._write_header(segment, life, scratch))
         except OSError as error:
             raise DiskError(f"cannot recycle {segment.path}: {error.strerror or error}") from error
 
@@ -294,4 +294,4 @@ class Ring:
         self._io.sync_directory(self._directory)
 
     async def _do(self, call: Callable[[], T]) -> T:
-        return await self._pool.submit(lambda _: call(), urgent=True)
+        return await self._pool.submit(lambda _: call())

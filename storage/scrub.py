@@ -11,8 +11,9 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 
-from kvtierd.storage.buffers import Scratch
-from kvtierd.storage.payloads import read_record, record_problem
+from kvtierd.storage.buffers import Scratch, page_buffer
+from kvtierd.storage.io import read_exact
+from kvtierd.storage.payloads import record_problem
 from kvtierd.storage.pool import IoPool
 from kvtierd.storage.record import RecordHeader
 from kvtierd.storage.ring import Ring
@@ -84,14 +85,19 @@ class Scrubber:
     async def _verify(self, segment: Segment, row: int) -> None:
         extent, life, print_ = segment.extent(row), segment.life, segment.rows.prints[row]
         assert life is not None
+        memory = page_buffer(extent.length)
+        header: RecordHeader | None = None
+        problem = ""
 
-        def read(scratch: Scratch) -> tuple[RecordHeader | None, str]:
-            view = read_record(segment.file, extent.offset, extent.length, scratch)
-            return record_problem(view, life, extent.offset)
+        def verify(_: Scratch) -> None:
+            nonlocal header, problem
+            header, problem = record_problem(memory, life, extent.offset)
 
         segment.pin()
         try:
-            header, problem = await self._pool.submit(read, urgent=False)
+            await self._pool.read_patiently(
+                lambda scratch: read_exact(segment.file, [memory], extent.offset, scratch), verify
+            )
         except OSError as error:
             self._counters["scrub_unreadable"] += 1
             _log.warning("nvme scrub: %s at %d cannot be read: %s", segment.path, extent.offset, error)

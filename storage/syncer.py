@@ -84,7 +84,7 @@ class Syncer:
         unsynced = segment.take_unsynced()
         segment.pin()
         try:
-            await self._pool.submit(lambda _: segment.file.sync(), urgent=True)
+            await self._pool.submit(lambda _: segment.file.sync())
         except OSError as error:
             self._counters["failed_syncs"] += 1
             gone = self._writes.distrust(segment, unsynced)

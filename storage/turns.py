@@ -11,10 +11,11 @@ import math
 
 from kvtierd.core.units import MIB
 
-WRITE_SHARE = 0.36
+WRITE_SHARE = 0.31
 """Share of the device's time that writes get while reads wait too. Reads shall keep 0.6 of the speed that they have
-alone and writes 0.3 of theirs: what is left over pays for changing between them."""
-SLICE_NS = 8_000_000
+alone and writes 0.3 of theirs: what is left over pays for changing between them, and for what both sides want of the
+processors. Writes get a little more than this, in the gaps between reads."""
+SLICE_NS = 12_000_000
 """Length of a turn of writes: longer ones mix less, and a read may wait for one."""
 
 CALM_NS = 4_000_000
@@ -138,12 +139,15 @@ class Turns:
         return self.in_flight[Lane.WRITE] < max(1, self._most - 1)
 
     def begin(self, lane: Lane, bytes_wanted: int, now_ns: int) -> None:
-        """A request goes to the device."""
+        """A request goes to the device. One of 0 bytes, a read in the lane of writes, is no measure of it."""
         self._account(now_ns)
         self.in_flight[lane] += 1
-        self._size_class[lane] = bytes_wanted.bit_length()
         self._windows[1 - lane].clear()
         window = self._windows[lane]
+        if not bytes_wanted:
+            window.clear()
+            return
+        self._size_class[lane] = bytes_wanted.bit_length()
         if window.size_class != self._size_class[lane]:
             window.clear()
             window.size_class = self._size_class[lane]
@@ -170,7 +174,7 @@ class Turns:
     def _measure(self, lane: Lane, bytes_done: int, waiting: int, now_ns: int) -> None:
         """A window counts only while more wait than go: else its speed is the caller's and not the device's."""
         window = self._windows[lane]
-        if not waiting or self.in_flight[1 - lane]:
+        if not waiting or not bytes_done or self.in_flight[1 - lane]:
             window.clear()
             return
         depth = self._depth_of(lane)

@@ -5,6 +5,7 @@ the journal are in it, and everything is on stable storage; fio writes as much w
 Onboard: the host copies are purged, then `prefetch(wait=True)` until every block is back in host memory and its
 checksum verified; fio reads as much with O_DIRECT. Each round works on new blocks and, for fio, on new files. The
 reference is the better of fio's two ways in every round's median: psync with 4 jobs, and io_uring with 16 requests.
+Before the rounds ours goes once, which maps the arena's pages into the client; fio has nothing like it.
 Then reads and writes at the same time, against each alone (kvtierd.bench.nvme_mixed).
 """
 
@@ -19,13 +20,13 @@ import numpy as np
 
 from kvtierd.bench import fio, nvme_mixed
 from kvtierd.bench.copies import private_memory
-from kvtierd.bench.options import Options, need_memory
+from kvtierd.bench.options import Options, l3_bytes, need_memory
 from kvtierd.bench.rounds import alternate
 from kvtierd.bench.rows import BenchError, Row, make_row
 from kvtierd.bench.workload import BLOCK_BYTES, LARGE, daemon_and_client, expect, namespace, random_keys
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.keys import Keys
-from kvtierd.core.units import KIB, MIB
+from kvtierd.core.units import KIB, MIB, align_up
 from kvtierd.protocol.client import Client
 from kvtierd.protocol.copying import default_threads
 from kvtierd.protocol.messages import TIER_HOST, TIER_NVME
@@ -124,11 +125,12 @@ class FioDisk:
 def rows(options: Options) -> Iterator[Row]:
     """Measure offload and onboard of both sizes, then both at once."""
     fio.find_fio()
-    amount = options.rounds(1024, 512) * MIB
-    need_memory(3 * amount)
+    amount = max(options.rounds(1024, 256) * MIB, align_up(2 * l3_bytes(), STORE_BYTES))
+    need_memory(4 * amount)
     settings = {
         "gpu__capacity": 0,
-        "host__capacity": 2 * amount,
+        # Blocks of each size keep the slabs that they once had, and a class that is nearly full is thinned out.
+        "host__capacity": 3 * amount,
         "nvme__capacity": 8 * amount,
         "nvme__write_queue_bytes": 2 * amount,
     }
@@ -138,7 +140,7 @@ def rows(options: Options) -> Iterator[Row]:
         with daemon_and_client(folder / "d", default_threads(), **settings) as (_, client):
             mode = str(client.stats().get("nvme_mode", "unknown"))
             for geometry in (LARGE, QUARTER):
-                yield from _alone(client, geometry, amount, folder, engines, options.rounds(3, 3), mode)
+                yield from _alone(client, geometry, amount, folder, engines, options.rounds(3, 2), mode)
     yield from nvme_mixed.rows(options)
 
 
@@ -156,7 +158,9 @@ def _alone(
     theirs = [FioDisk(folder / f"{engine.ioengine}-{size}", amount, size, engine) for engine in engines]
     measures: list[Callable[[], float]] = [ours.offload_rate, *(disk.write_rate for disk in theirs)]
     measures += [ours.onboard_rate, *(disk.read_rate for disk in theirs)]
-    figures = alternate(measures, rounds)
+    ours.offload_rate()
+    ours.onboard_rate()
+    figures = alternate(measures, rounds, warmup=0)
     ours.forget()
     half = len(figures) // 2
     label = "2 MiB" if size == BLOCK_BYTES else f"{size // KIB} KiB"

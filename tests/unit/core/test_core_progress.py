@@ -16,12 +16,12 @@ def test_io_threads_count_what_waits_runs_and_ended() -> None:
     async def scenario() -> None:
         progress, gate = Progress(), threading.Event()
         pool = IoPool(1, progress)
-        jobs = [pool.submit(lambda _scratch: gate.wait(20), urgent=True) for _ in range(3)]
+        jobs = [pool.submit(lambda _scratch: gate.wait(20)) for _ in range(3)]
         assert (progress.begun, progress.ended, progress.pending) == (3, 0, 3)
         gate.set()
         await asyncio.gather(*jobs)
         assert progress.pending == 0
-        failing = pool.submit(lambda _scratch: 1 // 0, urgent=False)
+        failing = pool.submit(lambda _scratch: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             await failing
         assert (progress.begun, progress.ended) == (4, 4)

@@ -17,7 +17,7 @@ def test_as_many_jobs_run_at_once_as_there_are_threads() -> None:
     async def check() -> None:
         pool = IoPool(3)
         together = threading.Barrier(3, timeout=30)
-        await asyncio.gather(*(pool.submit(lambda _: together.wait(), urgent=True) for _ in range(3)))
+        await asyncio.gather(*(pool.submit(lambda _: together.wait()) for _ in range(3)))
         await asyncio.to_thread(pool.close)
 
     asyncio.run(check())
@@ -31,19 +31,19 @@ def test_reads_overtake_writes_and_urgent_jobs_overtake_both() -> None:
         def log(kind: str, number: int) -> Callable[[Scratch], None]:
             return lambda _: order.append((kind, number))
 
-        jobs = [pool.submit(lambda _: gate.wait(30), urgent=True)]
+        jobs = [pool.submit(lambda _: gate.wait(30))]
         jobs += [pool.write(log("check", n), log("write", n), 4096) for n in range(3)]
-        jobs += [pool.submit(log("patient", n), urgent=False) for n in range(3)]
+        jobs += [pool.read_patiently(log("patient", n), log("verified", n)) for n in range(3)]
         jobs += [pool.read(log("read", n), log("verify", n), 4096) for n in range(20)]
-        jobs += [pool.submit(log("urgent", n), urgent=True) for n in range(2)]
+        jobs += [pool.submit(log("urgent", n)) for n in range(2)]
         gate.set()
         await asyncio.gather(*jobs)
         await asyncio.to_thread(pool.close)
         kinds = [kind for kind, _ in order]
         assert kinds[:2] == ["urgent"] * 2
         assert kinds[2:42] == ["read", "verify"] * 20
-        assert kinds[42:45] == ["patient"] * 3
-        assert sorted(kinds[45:]) == ["check"] * 3 + ["write"] * 3
+        assert kinds[42:48] == ["patient", "verified"] * 3
+        assert sorted(kinds[48:]) == ["check"] * 3 + ["write"] * 3
         for kind in ("read", "write", "patient"):
             numbers = [number for its, number in order if its == kind]
             assert numbers == sorted(numbers), "a kind keeps its order"
@@ -109,11 +109,11 @@ def test_error_of_a_job_is_raised_where_it_is_awaited_and_the_thread_lives_on() 
     async def check() -> None:
         pool = IoPool(1)
         with pytest.raises(ZeroDivisionError):
-            await pool.submit(lambda _: 1 // 0, urgent=True)
-        assert await pool.submit(lambda scratch: scratch.headers.size, urgent=False) > 0
+            await pool.submit(lambda _: 1 // 0)
+        assert await pool.read_patiently(lambda scratch: scratch.headers.size) > 0
         await asyncio.to_thread(pool.close)
         with pytest.raises(RuntimeError, match="ended"):
-            pool.submit(lambda _: None, urgent=True)
+            pool.submit(lambda _: None)
 
     asyncio.run(check())
 

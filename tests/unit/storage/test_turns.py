@@ -134,3 +134,16 @@ def test_depth_is_never_beyond_the_threads() -> None:
         for speed in (1.0, 2.0, 0.1, 5.0) * 80:
             depth.learn(speed)
             assert 1 <= depth.value <= most
+
+
+def test_patient_reads_say_nothing_about_the_speed_of_writes() -> None:
+    turns, now_ns = Turns(4), 0
+    for number in range(400):
+        size = BLOCK if number < 200 else 0
+        assert turns.next(0, 8, now_ns) is WRITE
+        turns.begin(WRITE, size, now_ns)
+        now_ns += 2 * MS
+        turns.end(WRITE, size, 8, now_ns)
+        if number == 199:
+            depth = turns.depth(WRITE)
+    assert turns.depth(WRITE) == depth
