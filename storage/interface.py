@@ -115,6 +115,26 @@ class ReadItem:
 
 
 @dataclasses.dataclass(slots=True)
+class LayerItem:
+    """The part of one layer of one block, to be fetched into `out` ([layer_stride] uint8 of the stored form).
+
+    `sums` ([layers] u64) are the stored form's layer sums: what the part is checked against where `known`, else filled
+    in from the header. `codec` is the stored form (kvtierd.core.stored_form).
+    """
+
+    namespace: bytes
+    key: bytes
+    geometry: Geometry
+    extent: Extent
+    block_sum: int
+    layer: int
+    out: Bytes
+    sums: Sums
+    known: bool = False
+    codec: int = Codec.RAW
+
+
+@dataclasses.dataclass(slots=True)
 class Recovered:
     """What a store found when it was opened: columns over live blocks, newest copy of each key only.
 
@@ -181,6 +201,14 @@ class BlockStore(Protocol):
     async def read(self, items: Sequence[ReadItem]) -> list[StorageError | None]:
         """Fetch blocks; None is success. Bytes that fail a checksum, another block's bytes, or a short read are a
         CorruptionError or StorageError, and then `out` holds nothing that may be used."""
+        ...
+
+    async def read_layers(self, items: Sequence[LayerItem]) -> list[StorageError | None]:
+        """Fetch the parts of one layer each, all of them as one request in flight on each device; None is success.
+
+        Errors are those of `read`; of an item with an error, neither `out` nor `sums` may be used. Nothing of an extent
+        is read but the layer's part, and its header where the sums are not known.
+        """
         ...
 
     async def delete(self, items: Sequence[tuple[bytes, bytes, Extent]]) -> None:

@@ -15,6 +15,7 @@ from kvtierd.storage.facts import Facts, Head
 from kvtierd.storage.flusher import Flusher
 from kvtierd.storage.health import Health
 from kvtierd.storage.journaling import Journaling
+from kvtierd.storage.layer_reads import LayerReads
 from kvtierd.storage.opening import Opened
 from kvtierd.storage.pool import IoPool
 from kvtierd.storage.read_path import ReadPath
@@ -41,6 +42,7 @@ class Live:
         self.writes = WritePath(ring, pool, namespaces, counters)
         self.writes.owe(opened.reopening.dropped)
         self.reads = ReadPath(ring, pool, counters)
+        self.layer_reads = LayerReads(ring, pool, counters)
         journaling = Journaling(ring, opened.index, namespaces, opened.reopening.unjournaled)
         self._syncer = Syncer(ring, pool, self.writes, journaling, counters, tell)
         self._checkpointing: asyncio.Task[None] | None = None

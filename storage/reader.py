@@ -9,6 +9,7 @@ import numpy as np
 from kvtierd.core.checksum import Bytes, block_sum, layer_sums
 from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.core.stored_form import Codec, form_of
+from kvtierd.core.geometry import Geometry
 from kvtierd.storage.buffers import Scratch
 from kvtierd.storage.interface import DiskError, ReadItem
 from kvtierd.storage.io import read_exact
@@ -137,7 +138,7 @@ def _verify(life: Life, item: ReadItem, view: Bytes) -> StorageError | None:
         return CorruptionError(f"{where}: the header is damaged or of another life of the segment")
     if (header.kind, header.namespace, header.key) != (Kind.BLOCK, item.namespace, item.key):
         return CorruptionError(f"{where}: another record than block {item.key.hex()[:16]} lies here")
-    if problem := _shape_problem(header, item):
+    if problem := shape_problem(header, item.geometry, item.codec):
         return CorruptionError(f"{where}: block {item.key.hex()[:16]} {problem}")
     layer_sums(item.out, form_of(item.geometry, item.codec), item.sums)
     if not np.array_equal(item.sums, stored_sums(view, header)):
@@ -148,10 +149,10 @@ def _verify(life: Life, item: ReadItem, view: Bytes) -> StorageError | None:
     return None
 
 
-def _shape_problem(header: RecordHeader, item: ReadItem) -> str:
+def shape_problem(header: RecordHeader, geometry: Geometry, codec: int) -> str:
     """What is wrong with the form that a header names; "" where it is the one that is wanted."""
-    if header.codec != item.codec:
-        return f"is stored as {Codec(header.codec).name}, not {Codec(item.codec).name}"
+    if header.codec != codec:
+        return f"is stored as {Codec(header.codec).name}, not {Codec(codec).name}"
     form = (header.payload_bytes, header.header_bytes, header.scale_offset, header.scale_bytes)
     found = (header.count, header.layer_bytes, header.layer_stride, *form)
-    return "" if found == block_shape(item.geometry, item.codec) else "has another geometry than its namespace"
+    return "" if found == block_shape(geometry, codec) else "has another geometry than its namespace"

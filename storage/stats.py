@@ -13,6 +13,7 @@ COUNTERS = {
     "written_bytes": "bytes of records written: blocks, namespaces, tombstones",
     "write_ns": "nanoseconds that callers waited for batches of writes",
     "read_blocks": "blocks read and verified",
+    "read_layer_parts": "parts of one layer read and verified, for attention",
     "read_bytes": "bytes of extents read and verified",
     "read_ns": "nanoseconds that callers waited for batches of reads",
     "failed_writes": "blocks that were not stored: bad source, I/O error, no room",

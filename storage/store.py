@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,17 @@ from kvtierd.storage import superblock
 from kvtierd.storage.directory import DirectoryLock, prepare, what_failed
 from kvtierd.storage.endurance import Endurance
 from kvtierd.storage.health import Health
-from kvtierd.storage.interface import DegradedError, DiskError, Extent, Extents, IoMode, ReadItem, Recovered, WriteItem
+from kvtierd.storage.interface import (
+    DegradedError,
+    DiskError,
+    Extent,
+    Extents,
+    IoMode,
+    LayerItem,
+    ReadItem,
+    Recovered,
+    WriteItem,
+)
 from kvtierd.storage.io import StorageIo
 from kvtierd.storage.io_select import SelectedIo
 from kvtierd.storage.live import Live
@@ -184,8 +195,20 @@ class SegmentStore:
         live = self._live
         if live is None:
             return [StorageError("the store is closed") for _ in items]
+        return await self._timed(live, live.reads.read(items))
+
+    async def read_layers(self, items: Sequence[LayerItem]) -> list[StorageError | None]:
+        """Fetch layer parts; see BlockStore.read_layers."""
+        live = self._live
+        if live is None:
+            return [StorageError("the store is closed") for _ in items]
+        return await self._timed(live, live.layer_reads.read(items))
+
+    async def _timed(
+        self, live: Live, read: Coroutine[Any, Any, list[StorageError | None]]
+    ) -> list[StorageError | None]:
         begun_ns = self._clock.now_ns()
-        errors = await uninterrupted(live.reads.read(items))
+        errors = await uninterrupted(read)
         self._counters["read_ns"] += self._clock.now_ns() - begun_ns
         if any(isinstance(error, DiskError) for error in errors):
             live.health.suspect()

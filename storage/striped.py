@@ -30,7 +30,7 @@ from kvtierd.core.errors import ExitCode, StartupError, StorageError
 from kvtierd.core.namespace import Namespace
 from kvtierd.core.progress import Progress
 from kvtierd.core.units import MIB
-from kvtierd.storage.interface import DiskError, Extent, Extents, IoMode, ReadItem, Recovered, WriteItem
+from kvtierd.storage.interface import DiskError, Extent, Extents, IoMode, LayerItem, ReadItem, Recovered, WriteItem
 from kvtierd.storage.merging import merge
 from kvtierd.storage.rewriting import Heats, Moved
 from kvtierd.storage.ring import Reclaimed
@@ -222,6 +222,19 @@ class StripedStore:
             for index, error in zip(indices, await self._devices[place].store.read(own), strict=True):
                 errors[index] = error
 
+        await uninterrupted(_all(read_from(place, indices) for place, indices in groups.items()))
+        return errors
+
+    async def read_layers(self, items: Sequence[LayerItem]) -> list[StorageError | None]:
+        """See BlockStore.read_layers: all devices at once."""
+        errors: list[StorageError | None] = [None] * len(items)
+
+        async def read_from(place: int, indices: list[int]) -> None:
+            own = [dataclasses.replace(items[i], extent=self._own(items[i].extent)) for i in indices]
+            for index, error in zip(indices, await self._devices[place].store.read_layers(own), strict=True):
+                errors[index] = error
+
+        groups = self._by_device([item.extent for item in items])
         await uninterrupted(_all(read_from(place, indices) for place, indices in groups.items()))
         return errors
 

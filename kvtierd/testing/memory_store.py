@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from kvtierd.core.checksum import Bytes, Sums, block_sum, layer_sums
 from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.core.namespace import Namespace
 from kvtierd.core.stored_form import Codec, form_of
-from kvtierd.storage.interface import Extent, Extents, IoMode, ReadItem, Recovered, WriteItem
+from kvtierd.storage.interface import Extent, Extents, IoMode, LayerItem, ReadItem, Recovered, WriteItem
 from kvtierd.storage.layout import block_shape
 
 
@@ -37,6 +38,7 @@ class MemoryStore:
         self.stall = asyncio.Event()
         self.stall.set()
         self.flushes = 0
+        self.layer_reads = 0
         self._next_offset = max((extent.offset for extent, _, _ in self.blocks.values()), default=0) + 4096
         self._callback: Callable[[list[tuple[int, Extent]]], None] = lambda _gone: None
         self._moved: Callable[[list[tuple[int, Extent, Extent]]], list[bool]] = lambda told: [False] * len(told)
@@ -96,6 +98,12 @@ class MemoryStore:
         """Copy out, verified."""
         await asyncio.sleep(0)
         return [self._read(item) for item in items]
+
+    async def read_layers(self, items: Sequence[LayerItem]) -> list[StorageError | None]:
+        """Copy layer parts out, verified."""
+        await asyncio.sleep(0)
+        self.layer_reads += len(items)
+        return [self._read_layer(item) for item in items]
 
     async def delete(self, items: Sequence[tuple[bytes, bytes, Extent]]) -> None:
         """Forget blocks that still lie where the caller says."""
@@ -158,4 +166,24 @@ class MemoryStore:
         ) != item.block_sum:
             return CorruptionError(f"block {item.key.hex()[:16]}: checksum mismatch on disk")
         item.sums[:] = held[2]
+        return None
+
+    def _read_layer(self, item: LayerItem) -> StorageError | None:
+        if self.fail_reads:
+            self.fail_reads -= 1
+            return StorageError("read: injected failure")
+        held = self.blocks.get((item.namespace, item.key))
+        if held is None or held[0].offset != item.extent.offset:
+            return StorageError(f"block {item.key.hex()[:16]} is no longer there")
+        if held[0] != item.extent or self.codecs.get(held[0].offset, Codec.RAW) != item.codec:
+            return StorageError("the extent is of another length or codec than the caller believes")
+        shape = form_of(item.geometry, item.codec)
+        begin = item.layer * shape.layer_stride
+        item.out[:] = held[1][begin : begin + shape.layer_stride]
+        if block_sum(held[2]) != item.block_sum:
+            return CorruptionError(f"block {item.key.hex()[:16]}: another block lies there")
+        if not item.known:
+            item.sums[:] = held[2]
+        if xxhash.xxh3_64_intdigest(item.out[: shape.layer_bytes].data) != int(item.sums[item.layer]):
+            return CorruptionError(f"block {item.key.hex()[:16]}: checksum mismatch of layer {item.layer} on disk")
         return None
