@@ -157,8 +157,9 @@ class AttentionDevice(Protocol):
         """Ranges of blocks, in order, that take about as long as a piece of work may (5 ms)."""
         ...
 
-    def compute(self, partial: Any, blocks: Blocks, begin: int, end: int) -> None:
-        """Add blocks begin..end to what is carried; holds the caller's thread and not the GIL."""
+    def compute(self, partial: Any, blocks: Blocks, begin: int, end: int) -> bool:
+        """Add blocks begin..end to what is carried; holds the caller's thread and not the GIL. False where it was
+        stopped, and the partial is void."""
         ...
 
 

@@ -72,6 +72,12 @@ class HostPartial:
         return from_fp32(output, dtype), np.concatenate([lse for _, lse in parts])
 
 
+def thread_limit() -> int:
+    """Most threads that a call can use."""
+    settings: Any = numba.config
+    return int(settings.NUMBA_NUM_THREADS)
+
+
 class HostAttention:
     """Computes on `threads` of Numba's threads (all by default). Safe to use from several threads at once.
 
@@ -79,8 +85,7 @@ class HostAttention:
     """
 
     def __init__(self, threads: int = 0) -> None:
-        settings: Any = numba.config
-        limit = int(settings.NUMBA_NUM_THREADS)
+        limit = thread_limit()
         if not 0 <= threads <= limit:
             raise ValueError(f"threads is {threads}; it must be in 0..{limit}, 0 for all of them")
         self.threads = threads or limit

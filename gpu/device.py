@@ -14,11 +14,13 @@ from kvtierd.core.checksum import Bytes
 class Device(Protocol):
     """Memory of the `gpu` tier on one device.
 
-    `name` is `host` or `cuda:N`; `capacity_bytes` is the size of its pool.
+    `name` is `host` or `cuda:N`; `capacity_bytes` is the size of its pool; `address` is where the pool begins for the
+    processor's own loads, 0 where only copies reach it.
     """
 
     name: str
     capacity_bytes: int
+    address: int
 
     def copy_in(self, offset: int, source: Bytes) -> None:
         """Copy host bytes into the pool at `offset`."""

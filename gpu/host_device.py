@@ -21,6 +21,7 @@ class HostDevice:
         self._map.madvise(mmap.MADV_DONTDUMP)
         self._map.madvise(mmap.MADV_HUGEPAGE)
         self._memory: Bytes = np.frombuffer(self._map, np.uint8)
+        self.address = int(self._memory.ctypes.data)
 
     def copy_in(self, offset: int, source: Bytes) -> None:
         """Copy host bytes into the pool at `offset`."""

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from kvtierd.core.keys import block_keys, foreign_key
     from kvtierd.core.namespace import Namespace
     from kvtierd.protocol.aio import AsyncClient, AsyncLease, AsyncReservation
+    from kvtierd.protocol.attention import Sequence
+    from kvtierd.protocol.attention_aio import AsyncSequence
+    from kvtierd.protocol.attention_plans import Attended
     from kvtierd.protocol.client import Client
     from kvtierd.protocol.connection import Unavailable
     from kvtierd.protocol.holds import Lease, Reservation
@@ -25,6 +28,8 @@ __all__ = [
     "AsyncClient",
     "AsyncLease",
     "AsyncReservation",
+    "AsyncSequence",
+    "Attended",
     "Client",
     "ErrorCode",
     "Fetched",
@@ -36,6 +41,7 @@ __all__ = [
     "NamespaceHandle",
     "RequestError",
     "Reservation",
+    "Sequence",
     "Stored",
     "Unavailable",
     "__version__",
@@ -47,6 +53,8 @@ _HOMES = {
     "AsyncClient": "kvtierd.protocol.aio",
     "AsyncLease": "kvtierd.protocol.aio",
     "AsyncReservation": "kvtierd.protocol.aio",
+    "AsyncSequence": "kvtierd.protocol.attention_aio",
+    "Attended": "kvtierd.protocol.attention_plans",
     "Client": "kvtierd.protocol.client",
     "ErrorCode": "kvtierd.core.errors",
     "Fetched": "kvtierd.protocol.results",
@@ -58,6 +66,7 @@ _HOMES = {
     "NamespaceHandle": "kvtierd.protocol.results",
     "RequestError": "kvtierd.core.errors",
     "Reservation": "kvtierd.protocol.holds",
+    "Sequence": "kvtierd.protocol.attention",
     "Stored": "kvtierd.protocol.results",
     "Unavailable": "kvtierd.protocol.connection",
     "block_keys": "kvtierd.core.keys",

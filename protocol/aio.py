@@ -16,6 +16,7 @@ from kvtierd.protocol.ahead import Leases, Reservations
 from kvtierd.protocol.aio_driver import AsyncDriver
 from kvtierd.protocol.aio_parts import AsyncParts
 from kvtierd.protocol.asking import Asking
+from kvtierd.protocol.attention_aio import AsyncAttention
 from kvtierd.protocol.client import BATCH, TIMEOUT_S, TRANSFER_TIMEOUT_S
 from kvtierd.protocol.connection import Connection
 from kvtierd.protocol.copying import Copier, default_threads
@@ -29,7 +30,7 @@ from kvtierd.protocol.slots import SlotPlans
 from kvtierd.protocol.transfers import Transfers, as_blocks
 
 
-class AsyncClient(AsyncParts):
+class AsyncClient(AsyncParts, AsyncAttention):
     """A connection to kvtierd for one event loop; arguments, results and errors are those of `Client`.
 
     Operations run side by side; cancelling one gives back what it holds, after a copy that was under way has ended.
@@ -50,7 +51,7 @@ class AsyncClient(AsyncParts):
         self.transfer_timeout_s = transfer_timeout_s
         self._connection = Connection(self.endpoint, name or f"python:{os.getpid()}")
         self._copier = Copier(copy_threads or default_threads())
-        asking = Asking(self._connection)
+        self._asking = asking = Asking(self._connection)
         self._queries = Queries(asking)
         self._slots = SlotPlans(asking, self._copier, use_arena=arena)
         self._transfers = Transfers(asking, self._queries, self._slots, self._copier)

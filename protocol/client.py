@@ -14,6 +14,7 @@ from kvtierd.core.keys import Keys, as_keys
 from kvtierd.core.namespace import Namespace
 from kvtierd.protocol.ahead import Leases, Reservations
 from kvtierd.protocol.asking import Asking
+from kvtierd.protocol.attention import SyncAttention
 from kvtierd.protocol.connection import Connection
 from kvtierd.protocol.copying import Copier, default_threads
 from kvtierd.protocol.endpoint import default_endpoint
@@ -37,7 +38,7 @@ BATCH = 32
 """Blocks that `leases` and `reservations` take at a time."""
 
 
-class Client:
+class Client(SyncAttention):
     """A connection to kvtierd.
 
     `endpoint` is `ipc://PATH`; by default $KVTIERD_ENDPOINT, else the service's default tenant. No call outlives its
@@ -61,7 +62,7 @@ class Client:
         self.transfer_timeout_s = transfer_timeout_s
         self._connection = Connection(self.endpoint, name or f"python:{os.getpid()}")
         self._copier = Copier(copy_threads or default_threads())
-        asking = Asking(self._connection)
+        self._asking = asking = Asking(self._connection)
         self._queries = Queries(asking)
         self._slots = SlotPlans(asking, self._copier, use_arena=arena)
         self._transfers = Transfers(asking, self._queries, self._slots, self._copier)

@@ -9,6 +9,7 @@ import msgspec
 from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.core.keys import KEY_BYTES
 from kvtierd.protocol.messages import (
+    MAX_ATTEND_LAYERS,
     MAX_BATCH,
     MAX_HEADER_BYTES,
     Abort,
@@ -16,12 +17,16 @@ from kvtierd.protocol.messages import (
     AcquirePart,
     AnyReply,
     AnyRequest,
+    Attend,
+    CloseSequence,
     Commit,
     Delete,
+    Extend,
     Flush,
     Get,
     Hello,
     Lookup,
+    OpenSequence,
     Pin,
     Prefetch,
     Purge,
@@ -183,6 +188,22 @@ def _check_release(request: Release, frames: Sequence[memoryview]) -> None:
     _check_batch(len(request.leases))
 
 
+def _check_attend(request: Attend, frames: Sequence[memoryview]) -> None:
+    layers = len(request.layers)
+    if layers > MAX_ATTEND_LAYERS:
+        raise RequestError(
+            ErrorCode.BATCH_TOO_LARGE, f"{layers} layers in one request; the limit is {MAX_ATTEND_LAYERS}"
+        )
+    wanted = layers * (2 if request.sinks else 1)
+    if len(frames) != wanted:
+        raise _bad_frames(request, f"{wanted} frames for its {layers} layers", frames)
+
+
+def _check_close(request: CloseSequence, frames: Sequence[memoryview]) -> None:
+    _no_frames(request, frames)
+    _check_batch(len(request.sequences))
+
+
 _CHECKS: dict[type[msgspec.Struct], Callable[..., None]] = {
     Hello: _no_frames,
     RegisterNamespace: _no_frames,
@@ -203,6 +224,10 @@ _CHECKS: dict[type[msgspec.Struct], Callable[..., None]] = {
     Purge: _no_frames,
     Flush: _no_frames,
     Stats: _no_frames,
+    OpenSequence: _one_of_keys,
+    Extend: _one_of_keys,
+    Attend: _check_attend,
+    CloseSequence: _check_close,
 }
 OPERATIONS: tuple[str, ...] = tuple(str(kind.__struct_config__.tag) for kind in _CHECKS)
 """Every operation by its name on the wire."""

@@ -17,6 +17,7 @@ import zmq
 from kvtierd.core.errors import ErrorCode, KvtierdError, RequestError
 from kvtierd.protocol.codec import decode_reply, encode
 from kvtierd.protocol.endpoint import path_of
+from kvtierd.protocol.granted import giving_back
 from kvtierd.protocol.messages import (
     MAX_BATCH,
     PROTOCOL_VERSION,
@@ -28,8 +29,8 @@ from kvtierd.protocol.messages import (
     ErrorReply,
     Hello,
     HelloReply,
-    Release,
     ReserveReply,
+    SequenceReply,
 )
 from kvtierd.protocol.pending import Group, HandedOver, Pending
 from kvtierd.protocol.service import Frame
@@ -305,7 +306,7 @@ class Connection:
             case ErrorReply() if reply.id in self._hello_ids:
                 self._hello_ids.clear()
                 self.refusal = RequestError(reply.code, reply.message, reply.retry_after_ms)
-            case ReserveReply() | AcquireReply() if reply.epoch == self.epoch:
+            case ReserveReply() | AcquireReply() | SequenceReply() if reply.epoch == self.epoch:
                 self.counters["late_replies"] += 1
                 self.give_back_granted(reply)
             case _ if reply.id and not self._handed_over.settle(reply):
@@ -313,15 +314,9 @@ class Connection:
 
     def give_back_granted(self, reply: AnyReply) -> None:
         """End what a reply of this session granted to somebody who does not want it any more."""
-        match reply:
-            case ReserveReply() if reply.reservation:
-                self._give_back(Abort(id=0, reservation=reply.reservation))
-            case AcquireReply() if reply.lease:
-                self._give_back(Release(id=0, leases=[reply.lease], quiet=True))
-
-    def _give_back(self, request: AnyRequest) -> None:
-        request.epoch = self.epoch
-        self._transmit(encode(request), ())
+        if (request := giving_back(reply)) is not None:
+            request.epoch = self.epoch
+            self._transmit(encode(request), ())
 
     def _take_id(self) -> int:
         number = self._next_id

@@ -11,12 +11,13 @@ from collections.abc import Awaitable, Sequence
 from kvtierd.core.clock import Clock
 from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.protocol.codec import check_frames, clip, encode
+from kvtierd.protocol.granted import giving_back
 from kvtierd.protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
-    AcquireReply,
     AnyReply,
     AnyRequest,
+    CloseSequence,
     Commit,
     ErrorReply,
     Hello,
@@ -24,7 +25,6 @@ from kvtierd.protocol.messages import (
     Lookup,
     RegisterNamespace,
     Release,
-    ReserveReply,
     Stats,
     Unpin,
 )
@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 
 Frames = Sequence[memoryview]
 
-_QUIET = frozenset({Commit, Release})
+_QUIET = frozenset({CloseSequence, Commit, Release})
 """Unanswered where the request says so and nothing is wrong."""
-_CHEAP = frozenset({Lookup, Release, Abort, Commit, Unpin, Stats, RegisterNamespace})
+_CHEAP = frozenset({Lookup, Release, Abort, CloseSequence, Commit, Unpin, Stats, RegisterNamespace})
 """Taken up even where the session has all its requests in flight: they only read, or give something back."""
 
 
@@ -217,14 +217,9 @@ class Dispatcher:
             self._sessions.end(peer)
 
     def _undo(self, peer: Peer, answer: Answer) -> None:
-        request: AnyRequest
-        match answer.reply:
-            case ReserveReply(reservation=number) if number:
-                request = Abort(id=0, epoch=self._epoch, reservation=number)
-            case AcquireReply(lease=number) if number:
-                request = Release(id=0, epoch=self._epoch, leases=[number], quiet=True)
-            case _:
-                return
+        if (request := giving_back(answer.reply)) is None:
+            return
+        request.epoch = self._epoch
         with contextlib.suppress(RequestError):  # it ended meanwhile, which is all we wanted
             result = self._service.handle(peer.session, request, ())
             if type(result) is not Answer:

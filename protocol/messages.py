@@ -2,11 +2,24 @@
 
 The header frame is MessagePack of one of these structs as a map with the tag in `op`. Unknown fields are ignored,
 missing fields take their defaults, and both are how the protocol grows. The structs lie in `requests` and `replies`;
-everybody imports them from here.
+everybody imports them from here. Those of attention lie in `attention_messages`.
 """
 
 from __future__ import annotations
 
+from kvtierd.protocol.attention_messages import (
+    MAX_ATTEND_LAYERS,
+    QUERY_BYTES,
+    Attend,
+    AttendReply,
+    AttentionReply,
+    AttentionRequest,
+    CloseSequence,
+    Extend,
+    OpenSequence,
+    QueryDtype,
+    SequenceReply,
+)
 from kvtierd.protocol.replies import (
     SLOT_BUSY,
     SLOT_DTYPE,
@@ -16,13 +29,13 @@ from kvtierd.protocol.replies import (
     AcquireReply,
     AnyArenaReply,
     AnyArenaRequest,
-    AnyReply,
     ArenaChunk,
     ArenaGone,
     ArenaHello,
     ArenaMap,
     ArenaReady,
     ArenaRefused,
+    BlockReply,
     CommitReply,
     CountReply,
     ErrorReply,
@@ -47,7 +60,7 @@ from kvtierd.protocol.requests import (
     Abort,
     Acquire,
     AcquirePart,
-    AnyRequest,
+    BlockRequest,
     Commit,
     Delete,
     Flush,
@@ -69,10 +82,15 @@ from kvtierd.protocol.requests import (
     Unpin,
 )
 
+AnyRequest = BlockRequest | AttentionRequest
+AnyReply = BlockReply | AttentionReply
+
 __all__ = [
+    "MAX_ATTEND_LAYERS",
     "MAX_BATCH",
     "MAX_HEADER_BYTES",
     "PROTOCOL_VERSION",
+    "QUERY_BYTES",
     "SLOT_BUSY",
     "SLOT_DTYPE",
     "SLOT_EXISTS",
@@ -96,11 +114,15 @@ __all__ = [
     "ArenaMap",
     "ArenaReady",
     "ArenaRefused",
+    "Attend",
+    "AttendReply",
+    "CloseSequence",
     "Commit",
     "CommitReply",
     "CountReply",
     "Delete",
     "ErrorReply",
+    "Extend",
     "Flush",
     "Get",
     "GetReply",
@@ -111,11 +133,13 @@ __all__ = [
     "Message",
     "NamespaceReply",
     "OkReply",
+    "OpenSequence",
     "Pin",
     "Prefetch",
     "Purge",
     "Put",
     "PutReply",
+    "QueryDtype",
     "RegisterNamespace",
     "Release",
     "Reply",
@@ -123,6 +147,7 @@ __all__ = [
     "Reserve",
     "ReserveReply",
     "Reshape",
+    "SequenceReply",
     "Stats",
     "StatsReply",
     "Tier",

@@ -152,7 +152,7 @@ class ErrorReply(Reply, kw_only=True, omit_defaults=True, tag="error"):
     retry_after_ms: int = 0
 
 
-AnyReply = (
+BlockReply = (
     HelloReply
     | NamespaceReply
     | LookupReply

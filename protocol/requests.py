@@ -212,7 +212,7 @@ class Stats(Request, kw_only=True, omit_defaults=True, tag="stats"):
     """Counters and gauges of the tenant and of the daemon."""
 
 
-AnyRequest = (
+BlockRequest = (
     Hello
     | RegisterNamespace
     | Lookup

@@ -153,6 +153,20 @@ class Leases(_Section, frozen=True, kw_only=True):
     """Share of the host tier that pins may hold."""
 
 
+class Attention(_Section, frozen=True, kw_only=True):
+    """Attention over stored blocks, for clients that send queries instead of fetching KV."""
+
+    staging_bytes: Annotated[int, Meta(ge=MIB, le=1 << 40, multiple_of=PAGE_BYTES, extra=_BYTES)] = 64 * MIB
+    """Memory through which parts of blocks come from nvme, whatever the context; taken at the first use. A layer of one
+    block must fit in it."""
+    max_sequences: Annotated[int, Meta(ge=1, le=32_768)] = 1024
+    """Open sequences of all clients at one time; one client gets a quarter of them."""
+    max_requests: Annotated[int, Meta(ge=1, le=4096)] = 64
+    """Requests for attention being worked on at one time; one client gets a quarter of them."""
+    kept_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    """Share of the host tier that open sequences may keep between requests; likewise of the gpu tier."""
+
+
 class Log(_Section, frozen=True, kw_only=True):
     """What the daemon says."""
 
@@ -185,6 +199,7 @@ class Settings(_Section, frozen=True, kw_only=True):
     nvme: Nvme = Nvme()
     server: Server = Server()
     leases: Leases = Leases()
+    attention: Attention = Attention()
     log: Log = Log()
     metrics: Metrics = Metrics()
     cache_dir: Folder = ""

@@ -19,6 +19,7 @@ class ErrorCode(enum.StrEnum):
     GEOMETRY_MISMATCH = "geometry_mismatch"
     NOT_YOURS = "not_yours"
     CHECKSUM_MISMATCH = "checksum_mismatch"
+    NOT_PRESENT = "not_present"
     BUSY = "busy"
     TOO_LARGE = "too_large"
     DEADLINE = "deadline"

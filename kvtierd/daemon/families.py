@@ -166,6 +166,24 @@ _TABLE = (
         {f"server_errors_{code}_total": {"code": str(code)} for code in ErrorCode},
     ),
     Sources(Family("requests_total", "counter", "", "requests taken up"), {"server_requests_total": {}}),
+    # Attention
+    Sources(
+        Family("attention_requests_total", "counter", "", "requests for attention, by whether they were answered"),
+        {"attend_requests": {"outcome": "answered"}, "attend_failed": {"outcome": "refused"}},
+    ),
+    Sources(
+        Family("attention_seconds_total", "counter", "seconds", "time of all requests for attention"),
+        {"attend_ns": {}},
+        NS,
+    ),
+    Sources(
+        Family("attention_kv_bytes_total", "counter", "bytes", "KV that attention was computed over, by where it lay"),
+        _tiers("attend_{}_bytes"),
+    ),
+    Sources(
+        Family("sequence_kept_bytes", "gauge", "bytes", "slots that open sequences hold"),
+        _tiers("sequence_{}_kept_bytes", "gpu", "host"),
+    ),
     # What is there
     Sources(
         Family("nvme_mode", "gauge", "", "how bytes reach the disk: 1 for the mode in use"),

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvtierd.index.jit import CacheState
 
-SERVED = ("index", "policy")
-"""Folders whose functions requests call. The kernels of gpu/host_kernels belong here as soon as a request does."""
+SERVED = ("index", "policy", "gpu/host_kernels")
+"""Folders whose functions requests call."""
 
 
 def choose_cache(cache_dir: str) -> CacheState:

@@ -121,6 +121,24 @@ _ROWS = (
     Metric(
         "thrash_refetched_share", "gauge", "of blocks that needed a place, the share that had just lost it; the worst"
     ),
+    # Attention
+    Metric("opened_sequences", "counter", "sequences that clients opened"),
+    Metric("expired_sequences", "counter", "of these, ended because nothing was asked of them for their time to live"),
+    Metric("sequences", "gauge", "sequences that are open"),
+    Metric("sequence_blocks", "gauge", "blocks of these, each as often as it is in one"),
+    Metric("sequence_host_kept_bytes", "gauge", "slots in host that open sequences hold, each as often as it is held"),
+    Metric("sequence_gpu_kept_bytes", "gauge", "likewise in gpu"),
+    Metric("attend_requests", "counter", "requests for attention that were answered"),
+    Metric("attend_failed", "counter", "requests for attention that were answered with an error"),
+    Metric("attend_running", "gauge", "requests for attention being worked on"),
+    Metric("attend_ns", "counter", "nanoseconds that requests for attention took, each by itself"),
+    Metric("attend_gpu_bytes", "counter", "KV that attention read in gpu slots"),
+    Metric("attend_host_bytes", "counter", "KV that attention read in host slots"),
+    Metric("attend_nvme_bytes", "counter", "KV that attention read through the staging ring, most of it from disk"),
+    Metric("attend_wasted_bytes", "counter", "parts brought ahead for a layer that was not asked for, or too late"),
+    Metric("attend_failed_parts", "counter", "parts of blocks that could not be read where they were looked for"),
+    Metric("attend_staging_bytes", "gauge", "size of the staging ring"),
+    Metric("attend_staging_used_bytes", "gauge", "of this, in use"),
     # How the cache is used
     Metric("heat_mean", "gauge", "mean heat of a sample of the blocks, in uses"),
     Metric("heat_max", "gauge", "largest heat in that sample"),

@@ -26,6 +26,10 @@ class GpuTier(SlotTier):
         """Copy a slot's block out in slot form. Runs in a worker thread."""
         self.device.copy_out(self._offset(cls, slot), target)
 
+    def copy_part_out(self, cls: SlotClass, slot: int, begin: int, target: Bytes) -> None:
+        """Copy a part of a slot out, from byte `begin` on. Runs in a worker thread."""
+        self.device.copy_out(self._offset(cls, slot) + begin, target)
+
     def _offset(self, cls: SlotClass, slot: int) -> int:
         slab, index = self.pool.place(slot)
         return slab * self.pool.slab_bytes + index * cls.slot_bytes

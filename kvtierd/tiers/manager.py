@@ -25,6 +25,7 @@ from kvtierd.protocol import messages as m
 from kvtierd.protocol.service import Answer, ChunkFiles, Session
 from kvtierd.storage.interface import BlockStore
 from kvtierd.tiers.admin import Admin
+from kvtierd.tiers.attend import Attention
 from kvtierd.tiers.blocks import Blocks
 from kvtierd.tiers.copies import Copies, EventSink
 from kvtierd.tiers.demand import Demand
@@ -38,6 +39,7 @@ from kvtierd.tiers.pressure import Pressure
 from kvtierd.tiers.reads import Reads
 from kvtierd.tiers.reshape import Reshaper
 from kvtierd.tiers.room import Room
+from kvtierd.tiers.sequences import Sequences
 from kvtierd.tiers.sessions import SessionState, need_frames, state_of
 from kvtierd.tiers.shaping import Shaping
 from kvtierd.tiers.speeds import Speeds, probe_copy
@@ -123,6 +125,8 @@ class TierManager:
         self._parts = PartReads(self._room, self._onboarder, self._reads, self._demand, clock)
         self._reshaper = Reshaper(self._room, self._onboarder, self._workers)
         self._shaping = Shaping(self.copies, self._reshaper)
+        self._sequences = Sequences(settings, self.copies, self._demand, clock)
+        self._attention = Attention(settings, self.copies, self._sequences, store, self._workers, clock)
         self._admin = Admin(self.copies, self._onboarder, self._write_behind, _pinned_max(settings))
         self._ticker: asyncio.Task[None] | None = None
         self.reports: list[Callable[[], Mapping[str, Any]]] = []
@@ -164,6 +168,7 @@ class TierManager:
         self._room.marks = {"host": settings.host.watermark, "gpu": settings.kv_cache_config.gpu_watermark}
         self._reads.apply(settings)
         self._writes.apply(settings)
+        self._attention.apply(settings)
         self._admin.pinned_bytes_max = _pinned_max(settings)
 
     @property
@@ -195,6 +200,7 @@ class TierManager:
         await self._shaping.close()
         await self._reads.prefetcher.close()
         await self._onboarder.close()
+        await self._attention.close()
         if self._write_behind is not None:
             await self._write_behind.close()
         if self._store is not None:
@@ -217,6 +223,7 @@ class TierManager:
     def session_detached(self, session: Session) -> None:
         """A client's sockets are gone: its leases and pins end, its reservations are quarantined."""
         self._reads.session_ended(session)
+        self._sequences.session_ended(session)
         self._admin.session_ended(session)
         session.quarantined = self._writes.session_detached(session)
 
@@ -250,6 +257,7 @@ class TierManager:
             **self._room.pressure.stats(),
             **self._demand.stats(self.settings.kv_cache_config.compression.threshold),
             **self._speeds.stats(),
+            **self._attention.stats(),
             **{f"index_{name}": value for name, value in copies.blocks.pages.stats().items()},
         }
         store = {f"nvme_{name}": value for name, value in self._store.stats().items()} if self._store else {}
@@ -277,6 +285,10 @@ class TierManager:
             m.Reshape: self._reshaper.reshape,
             m.Purge: self._admin.purge,
             m.Flush: self._admin.flush,
+            m.OpenSequence: self._sequences.open_sequence,
+            m.Extend: self._sequences.extend,
+            m.Attend: self._attention.attend,
+            m.CloseSequence: self._sequences.close_sequence,
             m.Stats: lambda *_: Answer(m.StatsReply(id=0, stats=self.stats())),
         }
 
@@ -313,6 +325,7 @@ class TierManager:
             now_ns = self._clock.now_ns()
             self._reads.expire(now_ns)
             self._writes.expire(now_ns)
+            self._sequences.expire(now_ns)
             self._room.keep_watermarks()
             self._shaping.step(now_ns)
 

@@ -19,10 +19,10 @@ THREADS_MAX = 8
 class Workers:
     """A pool of threads for work on slots."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, name: str = "kvtierd-worker", progress: Progress | None = None) -> None:
         count = threads or min(THREADS_MAX, len(os.sched_getaffinity(0)))
-        self.executor = concurrent.futures.ThreadPoolExecutor(count, thread_name_prefix="kvtierd-worker")
-        self.progress = Progress()
+        self.executor = concurrent.futures.ThreadPoolExecutor(count, thread_name_prefix=name)
+        self.progress = progress or Progress()
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run in a thread. A caller that is cancelled, once or often, still waits: slots that a thread touches must

@@ -1,0 +1,235 @@
+"""Exact attention over the blocks of a sequence in any tier (Attend).
+
+Copies in gpu and host are computed where they lie; what lies in nvme streams through the staging ring, one layer's part
+a block, so that memory is bounded whatever the context. While some parts are computed the next ones are on their way.
+Parts may come in any order: what is carried between them is a maximum and sums (kvtierd.gpu.attend).
+
+Compute runs in a thread of its own, without the GIL, in pieces of about 5 ms: between two pieces of a request those of
+others have their turn, and a request that nobody waits for any more ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import functools
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from kvtierd.config.fields import split_folders
+from kvtierd.config.schema import Settings
+from kvtierd.core.clock import Clock
+from kvtierd.core.errors import ErrorCode, RequestError
+from kvtierd.gpu.attend import Array, AttentionDevice
+from kvtierd.protocol.messages import Attend, AttendReply
+from kvtierd.protocol.service import Answer, Session
+from kvtierd.storage.interface import BlockStore
+from kvtierd.tiers.attend_fetch import PartFetcher
+from kvtierd.tiers.attend_layer import LayerWork, Tally
+from kvtierd.tiers.attend_places import Numbers, Place
+from kvtierd.tiers.attend_request import LayerQuery, check_shape, queries_of
+from kvtierd.tiers.attend_ring import StagingRing
+from kvtierd.tiers.attend_stream import Depth, Stream
+from kvtierd.tiers.copies import Copies
+from kvtierd.tiers.leases import SESSION_SHARE
+from kvtierd.tiers.sequences import OpenedSequence, Sequences
+from kvtierd.tiers.workers import Workers
+
+Frames = Sequence[memoryview]
+T = TypeVar("T")
+
+JOBS_BEYOND_THREADS = 2
+"""Jobs beyond one for each I/O thread: what is computed while every thread has something to read."""
+
+
+class Attention:
+    """Serves Attend. `sequences` has what it is asked about."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        copies: Copies,
+        sequences: Sequences,
+        store: BlockStore | None,
+        workers: Workers,
+        clock: Clock,
+    ) -> None:
+        self._copies = copies
+        self._clock = clock
+        self.sequences = sequences
+        sequences.on_close = self._forget_ahead
+        self._limit = settings.attention.max_requests
+        self._running: collections.Counter[int] = collections.Counter()
+        self.ring = StagingRing(settings.attention.staging_bytes)
+        self.ring.on_pressure = self._shed_one
+        self._fetcher = PartFetcher(copies, store, workers, self.ring)
+        self._threads = settings.worker_threads
+        self._compute = Workers(1, "kvtierd-attend", workers.progress)
+        self._device_made: AttentionDevice | None = None
+        devices = len(split_folders(settings.nvme.directory)) or 1
+        self._depth = Depth(settings.nvme.io_threads * devices + JOBS_BEYOND_THREADS, 0)
+        self._ahead: dict[int, Stream] = {}
+        """By sequence: what was begun of the layer that is likely to be asked next; the oldest first."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.apply(settings)
+
+    def apply(self, settings: Settings) -> None:
+        """Take over what may change while the daemon runs."""
+        self._depth.blocks = settings.kv_cache_config.prefetch_window
+
+    def attend(self, session: Session, request: Attend, frames: Frames) -> Awaitable[Answer]:
+        """Compute; the answer is whole or an error."""
+        sequence = self.sequences.get(session, request.sequence)
+        check_shape(request, sequence, frames)
+        if not sequence.rows.size:
+            raise RequestError(ErrorCode.BAD_ARGUMENT, f"sequence {sequence.id} has no blocks; extend it first")
+        if sequence.entry.geometry.layer_stride > self.ring.size_bytes:
+            raise RequestError(
+                ErrorCode.TOO_LARGE,
+                f"a layer of a block has {sequence.entry.geometry.layer_stride} bytes and attention.staging_bytes is "
+                f"{self.ring.size_bytes}; raise it",
+            )
+        return self._attend(session, sequence, request, frames)
+
+    def close_session(self, session: Session) -> None:
+        """A client is gone: its sequences end. Its requests are cancelled by the server."""
+        self.sequences.session_ended(session)
+
+    async def close(self) -> None:
+        """Wait for what is on its way, and end the thread."""
+        for stream in list(self._ahead.values()):
+            stream.close()
+        self._ahead.clear()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        self._compute.close()
+
+    def stats(self) -> dict[str, int]:
+        """Gauges by name."""
+        return {
+            **self.sequences.stats(),
+            "attend_running": self._running.total(),
+            "attend_staging_bytes": self.ring.size_bytes,
+            "attend_staging_used_bytes": self.ring.used_bytes,
+        }
+
+    async def _attend(self, session: Session, sequence: OpenedSequence, request: Attend, frames: Frames) -> Answer:
+        self._admit(session)
+        begin_ns, counters, tally = self._clock.now_ns(), self._copies.counters, Tally()
+        self._running[session.id] += 1
+        self.sequences.begin_call(sequence)
+        try:
+            geometry, tokens = sequence.entry.geometry, sequence.tokens
+            asked = await self._compute.run(functools.partial(queries_of, request, geometry, tokens, frames))
+            dtype = request.output or request.dtype
+            answers: list[Array] = []
+            for query in asked:
+                answers += await self._layer(sequence, query, dtype, tally)
+            counters["attend_requests"] += 1
+            return _answer(answers, tally)
+        except RequestError:
+            counters["attend_failed"] += 1
+            raise
+        finally:
+            self.sequences.end_call(sequence)
+            self._running[session.id] -= 1
+            counters["attend_ns"] += self._clock.now_ns() - begin_ns
+            self._count(sequence, tally)
+
+    def _admit(self, session: Session) -> None:
+        mine = self._running[session.id]
+        if self._running.total() >= self._limit or mine >= max(1, self._limit // SESSION_SHARE):
+            message = f"{mine} attends of this session and {self._running.total()} of all are being worked on"
+            raise RequestError(ErrorCode.BUSY, message, retry_after_ms=20)
+
+    async def _layer(self, sequence: OpenedSequence, query: LayerQuery, dtype: str, tally: Tally) -> list[Array]:
+        work = LayerWork(self, self._copies, sequence, query, tally)
+        try:
+            return await work.run(dtype)
+        finally:
+            work.close()
+
+    @property
+    def device(self) -> AttentionDevice:
+        """What computes: made when it is first wanted, because its kernels take a while to load."""
+        if self._device_made is None:
+            from kvtierd.gpu.attend_host import HostAttention, thread_limit
+
+            limit = thread_limit()
+            self._device_made = HostAttention(min(self._threads or limit, limit))
+        return self._device_made
+
+    async def run(self, piece: Callable[[], T]) -> T:
+        """Run a piece of work in the thread that computes; others have their turn between two pieces."""
+        return await self._compute.run(piece)
+
+    def stream(self, sequence: OpenedSequence, layer: int, numbers: Numbers) -> Stream:
+        """Have the parts of these blocks brought, with what has come ahead."""
+        ahead = self._ahead.pop(sequence.id, None)
+        if ahead is not None and ahead.layer == layer:
+            ahead.adopt(numbers)
+            return ahead
+        if ahead is not None:
+            self._wasted(ahead.close())
+        stream = self._new_stream(sequence, layer, numbers)
+        stream.start()
+        return stream
+
+    def look_ahead(self, sequence: OpenedSequence, layer: int, numbers: Numbers) -> None:
+        """All that is wanted of a layer is on its way: begin with the next one, as far as the ring has room."""
+        following = self._ahead.get(sequence.id)
+        if following is None:
+            if layer + 1 >= sequence.entry.geometry.layers or sequence.closed or not numbers.size:
+                return
+            following = self._ahead[sequence.id] = self._new_stream(sequence, layer + 1, numbers)
+        following.grow()
+
+    def _new_stream(self, sequence: OpenedSequence, layer: int, numbers: Numbers) -> Stream:
+        return Stream(
+            sequence,
+            layer,
+            numbers,
+            ring=self.ring,
+            depth=self._depth,
+            fetch=self._fetcher.fetch,
+            tasks=self._tasks,
+        )
+
+    def _shed_one(self) -> bool:
+        """A request needs room in the ring: give up what nobody waits for."""
+        for number in list(self._ahead):
+            wasted = self._ahead[number].shed()
+            if self._ahead[number].ended:
+                del self._ahead[number]
+            if wasted:
+                self._wasted(wasted)
+                return True
+        return False
+
+    def _forget_ahead(self, sequence: OpenedSequence) -> None:
+        if (ahead := self._ahead.pop(sequence.id, None)) is not None:
+            self._wasted(ahead.close())
+
+    def _wasted(self, count: int) -> None:
+        self._copies.counters["attend_wasted_bytes"] += count
+
+    def _count(self, sequence: OpenedSequence, tally: Tally) -> None:
+        size = sequence.entry.geometry.layer_bytes
+        for place, name in ((Place.GPU, "gpu"), (Place.HOST, "host"), (Place.NVME, "nvme")):
+            self._copies.counters[f"attend_{name}_bytes"] += tally.parts[place] * size
+
+
+def _answer(answers: list[Array], tally: Tally) -> Answer:
+    reply = AttendReply(
+        id=0,
+        gpu_parts=tally.parts[Place.GPU],
+        host_parts=tally.parts[Place.HOST],
+        nvme_parts=tally.parts[Place.NVME],
+        nvme_bytes=tally.nvme_bytes,
+    )
+    frames = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in answers]
+    lossy = np.array(sorted(tally.lossy), "<u4").tobytes()
+    # The arrays are this answer's own and never change: ZeroMQ may send them from where they lie.
+    return Answer(reply, [*frames, lossy], on_sent=lambda: None)

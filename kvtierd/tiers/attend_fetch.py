@@ -1,0 +1,175 @@
+"""Bringing parts of blocks into the staging ring: from nvme, from extents of other sizes, from a gpu out of reach."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import numpy as np
+
+from kvtierd.core.checksum import Bytes
+from kvtierd.core.errors import CorruptionError, StorageError
+from kvtierd.core.geometry import Geometry
+from kvtierd.core.token_spans import copy_tokens
+from kvtierd.storage.interface import BlockStore, LayerItem
+from kvtierd.tiers.attend_places import Numbers, Place, places_of
+from kvtierd.tiers.attend_ring import StagingRing
+from kvtierd.tiers.attend_stream import Job
+from kvtierd.tiers.blocks import READ_BACK
+from kvtierd.tiers.copies import Copies
+from kvtierd.tiers.sequences import OpenedSequence
+from kvtierd.tiers.shapes import HeldPiece
+from kvtierd.tiers.workers import Workers
+
+_log = logging.getLogger(__name__)
+
+Errors = list[StorageError | None]
+
+
+class PartFetcher:
+    """Fills jobs from where their blocks are when the job begins. What is damaged on disk is dropped from there."""
+
+    def __init__(self, copies: Copies, store: BlockStore | None, workers: Workers, ring: StagingRing) -> None:
+        self._copies = copies
+        self._store = store
+        self._workers = workers
+        self._ring = ring
+
+    async def fetch(self, sequence: OpenedSequence, layer: int, job: Job) -> Errors:
+        """Bring the parts of a job; None for each that came whole."""
+        errors: Errors = [None] * job.numbers.size
+        places = places_of(self._copies, sequence.rows[job.numbers])
+        for place, bring in (
+            (Place.NVME, self._from_nvme),
+            (Place.SCATTERED, self._from_extents),
+            (Place.HOST, self._from_host),
+            (Place.GPU, self._from_gpu),
+            (Place.GPU_ONLY, self._from_gpu),
+            (Place.NOWHERE, self._from_nowhere),
+        ):
+            which = np.flatnonzero(places == place)
+            if which.size:
+                await self._some(bring, sequence, layer, job, which, errors)
+        return errors
+
+    async def _some(
+        self,
+        bring: Callable[[OpenedSequence, int, Numbers, list[Bytes]], Awaitable[Errors]],
+        sequence: OpenedSequence,
+        layer: int,
+        job: Job,
+        which: Numbers,
+        errors: Errors,
+    ) -> None:
+        size = sequence.entry.geometry.layer_stride
+        views = [self._ring.view(job.offset + i * size, size) for i in which.tolist()]
+        found = await bring(sequence, layer, job.numbers[which], views)
+        for i, error in zip(which.tolist(), found, strict=True):
+            errors[i] = error
+
+    async def _from_nvme(self, sequence: OpenedSequence, layer: int, numbers: Numbers, views: list[Bytes]) -> Errors:
+        assert self._store is not None
+        copies, entry, table = self._copies, sequence.entry, self._copies.blocks.table
+        sums = sequence.sums[numbers]
+        rows = sequence.rows[numbers].tolist()
+        known = sequence.known[numbers].tolist()
+        items = [
+            LayerItem(
+                entry.digest,
+                table.key[row].tobytes(),
+                entry.geometry,
+                copies.extent(row, entry),
+                int(table.block_sum[row]),
+                layer,
+                views[i],
+                sums[i],
+                known[i],
+            )
+            for i, row in enumerate(rows)
+        ]
+        errors = await self._store.read_layers(items)
+        good = np.array([error is None for error in errors])
+        sequence.sums[numbers[good]], sequence.known[numbers[good]] = sums[good], True
+        copies.blocks.mark_as(sequence.rows[numbers[good]], READ_BACK)
+        for row, item, error in zip(rows, items, errors, strict=True):
+            if error is not None:
+                self._lost(row, item, error)
+        return errors
+
+    def _lost(self, row: int, item: LayerItem, error: StorageError) -> None:
+        """A part could not be read: a corrupt block is dropped for good, unless it lies elsewhere by now."""
+        _log.warning("attention: %s", error, extra=self._copies.log_fields(row, "nvme"))
+        if not isinstance(error, CorruptionError):
+            self._copies.counters["attend_failed_parts"] += 1
+            return
+        self._copies.counters["onboard_corrupt_blocks"] += 1
+        table = self._copies.blocks.table
+        if (table.segment[row], table.extent_page[row]) == (item.extent.segment, item.extent.offset >> 12):
+            self._copies.drop_nvme(np.array([row], np.int32))
+
+    async def _from_extents(self, sequence: OpenedSequence, layer: int, numbers: Numbers, views: list[Bytes]) -> Errors:
+        """Gather blocks from the extents that they lie in; these are held meanwhile."""
+        held = self._copies.shapes.hold(sequence.rows[numbers])
+        host, shape = self._copies.host, _one_layer(sequence.entry.geometry)
+
+        def gather() -> None:
+            for piece in held:
+                of = _one_layer(_of_tokens(shape, piece))
+                begin = layer * of.layer_stride
+                source = host.view(piece.cls, piece.slot)[begin : begin + of.layer_stride]
+                copy_tokens(source, of, piece.offset, views[piece.block], shape, piece.first, piece.tokens)
+
+        try:
+            await self._workers.run(gather)
+        finally:
+            self._copies.shapes.release(held)
+        return [None] * numbers.size
+
+    async def _from_host(self, sequence: OpenedSequence, layer: int, numbers: Numbers, views: list[Bytes]) -> Errors:
+        """Copy out of host slots that blocks have got meanwhile."""
+        host, cls = self._copies.host, self._copies.host_class(sequence.entry)
+        begin = layer * sequence.entry.geometry.layer_stride
+        slots = self._copies.blocks.table.host_slot[sequence.rows[numbers]]
+        host.pool.hold(slots)
+
+        def copy() -> None:
+            for slot, view in zip(slots.tolist(), views, strict=True):
+                view[:] = host.view(cls, slot)[begin : begin + view.size]
+
+        try:
+            await self._workers.run(copy)
+        finally:
+            host.release(cls, slots)
+        return [None] * numbers.size
+
+    async def _from_gpu(self, sequence: OpenedSequence, layer: int, numbers: Numbers, views: list[Bytes]) -> Errors:
+        """Copy out of slots of a gpu, which the processor may not be able to read."""
+        gpu = self._copies.gpu
+        assert gpu is not None
+        cls, begin = self._copies.gpu_class(sequence.entry), layer * sequence.entry.geometry.layer_stride
+        slots = self._copies.blocks.table.gpu_slot[sequence.rows[numbers]]
+        gpu.pool.hold(slots)
+
+        def copy() -> None:
+            for slot, view in zip(slots.tolist(), views, strict=True):
+                gpu.copy_part_out(cls, slot, begin, view)
+
+        try:
+            await self._workers.run(copy)
+        finally:
+            gpu.release(cls, slots)
+        return [None] * numbers.size
+
+    async def _from_nowhere(
+        self, _sequence: OpenedSequence, _layer: int, numbers: Numbers, _views: list[Bytes]
+    ) -> Errors:
+        return [StorageError("the block is in no tier any more")] * numbers.size
+
+
+def _one_layer(geometry: Geometry) -> Geometry:
+    return msgspec.structs.replace(geometry, layers=1)
+
+
+def _of_tokens(geometry: Geometry, piece: HeldPiece) -> Geometry:
+    return msgspec.structs.replace(geometry, block_size=piece.of_tokens)

@@ -1,0 +1,185 @@
+"""One layer of one request for attention: what is computed where it lies, and what is computed as it comes."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from kvtierd.core.errors import CorruptionError, ErrorCode, RequestError, StorageError
+from kvtierd.gpu.attend import Array, AttentionDevice, Partial
+from kvtierd.gpu.attend import Blocks as Parts
+from kvtierd.gpu.slot_pool import Slots
+from kvtierd.storage.interface import DiskError
+from kvtierd.tiers.attend_places import LayerForm, Numbers, Place, places_of
+from kvtierd.tiers.attend_request import LayerQuery
+from kvtierd.tiers.attend_ring import StagingRing
+from kvtierd.tiers.attend_stream import Job, Stream
+from kvtierd.tiers.copies import Copies
+from kvtierd.tiers.sequences import OpenedSequence, Sequences, hold, unhold
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Tally:
+    """Where the parts of a request lay."""
+
+    parts: collections.Counter[Place] = dataclasses.field(default_factory=collections.Counter)
+    nvme_bytes: int = 0
+    lossy: set[int] = dataclasses.field(default_factory=set)
+
+
+class Owner(Protocol):
+    """What a layer's work needs of kvtierd.tiers.attend."""
+
+    ring: StagingRing
+    sequences: Sequences
+
+    @property
+    def device(self) -> AttentionDevice:
+        """What computes."""
+        ...
+
+    async def run(self, piece: Callable[[], T]) -> T:
+        """Run a piece of work in the thread that computes."""
+        ...
+
+    def stream(self, sequence: OpenedSequence, layer: int, numbers: Numbers) -> Stream:
+        """Have the parts of these blocks brought."""
+        ...
+
+    def look_ahead(self, sequence: OpenedSequence, layer: int, numbers: Numbers) -> None:
+        """All that is wanted of a layer is on its way."""
+        ...
+
+
+class LayerWork:
+    """One layer of one request."""
+
+    def __init__(self, owner: Owner, copies: Copies, sequence: OpenedSequence, query: LayerQuery, tally: Tally) -> None:
+        self._owner, self._copies, self._sequence, self._query, self._tally = owner, copies, sequence, query, tally
+        self._form = LayerForm(sequence.entry, query.layer)
+        self._holds: list[tuple[Place, Slots]] = []
+        self._stream: Stream | None = None
+        self._tried: set[int] = set()
+        self._left = 0
+        self._partials: list[Partial] = []
+
+    async def run(self, dtype: str) -> list[Array]:
+        """Output of that dtype and log-sum-exp over everything that the queries see."""
+        begin = self._owner.device.begin
+        self._partials = await self._owner.run(lambda: [begin(part) for part in self._query.parts])
+        await self._compute_all()
+        return await self._owner.run(functools.partial(_results, self._partials, dtype))
+
+    async def _compute_all(self) -> None:
+        """Compute what has arrived first, so that the ring has room again."""
+        here, brought = self._plan()
+        self._left = brought.size
+        stream = self._stream = self._owner.stream(self._sequence, self._query.layer, brought)
+        pieces = self._pieces(here)
+        while True:
+            if stream.all_begun:
+                self._owner.look_ahead(self._sequence, self._query.layer, brought)
+            if (job := stream.poll()) is not None:
+                await self._arrived(stream, job)
+            elif (piece := next(pieces, None)) is not None:
+                await self._owner.run(piece)
+            elif stream.ended:
+                break
+            else:
+                await stream.wait()
+        assert self._left == 0, f"{self._left} parts never came"
+        self._owner.look_ahead(self._sequence, self._query.layer, brought)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        if self._stream is not None:
+            self._stream.close()
+        for place, slots in self._holds:
+            unhold(self._copies, self._sequence.entry, place, slots)
+
+    def _plan(self) -> tuple[Parts, Numbers]:
+        """What is computed where it lies, held from here on, and the numbers of the blocks that must be brought."""
+        sequence, span = self._sequence, self._query.span
+        numbers = np.arange(span.begin, span.end)
+        self._owner.sequences.keep(sequence, numbers)
+        place, addresses = sequence.place[numbers], sequence.addresses[numbers]
+        loose = np.flatnonzero(place == Place.NOWHERE)
+        if loose.size:
+            place[loose] = places_of(self._copies, sequence.rows[numbers[loose]])
+            for tier in (Place.GPU, Place.HOST):
+                mine = np.flatnonzero(place == tier)
+                mine = mine[sequence.place[numbers[mine]] == Place.NOWHERE]
+                if mine.size:
+                    slots, addresses[mine] = hold(self._copies, sequence.entry, tier, sequence.rows[numbers[mine]])
+                    self._holds.append((tier, slots))
+            if (gone := numbers[place == Place.NOWHERE]).size:
+                raise self._lost(int(gone[0]))
+        here = place <= Place.HOST
+        for tier in (Place.GPU, Place.HOST):
+            self._tally.parts[tier] += int(np.count_nonzero(place == tier))
+        mine = numbers[here]
+        parts = self._form.in_slots(addresses[here], sequence.codecs[mine], mine, self._tokens(mine), place[here])
+        return parts, numbers[~here]
+
+    def _tokens(self, numbers: Numbers) -> Numbers:
+        size = self._form.geometry.block_size
+        return np.minimum(size, self._query.span.length - numbers * size)
+
+    def _pieces(self, here: Parts) -> Iterator[Callable[[], object]]:
+        device = self._owner.device
+        for query, partial in zip(self._query.parts, self._partials, strict=True):
+            for begin, end in device.pieces(query, here):
+                yield functools.partial(device.compute, partial, here, begin, end)
+
+    async def _arrived(self, stream: Stream, job: Job) -> None:
+        """Compute the parts of a job."""
+        try:
+            good = np.array([error is None for error in job.errors])
+            wanted = (job.numbers >= self._query.span.begin) & (job.numbers < self._query.span.end)
+            if not (good | ~wanted).all():
+                self._bring_again(stream, job, np.flatnonzero(wanted & ~good))
+            which = np.flatnonzero(good & wanted)
+            numbers = job.numbers[which]
+            begins = np.uint64(self._owner.ring.address(job.offset)) + which.astype(np.uint64) * np.uint64(
+                stream.part_bytes
+            )
+            codecs = np.zeros(numbers.size, np.uint8)
+            parts = self._form.of_parts(begins, codecs, numbers, self._tokens(numbers), Place.NVME)
+            for piece in self._pieces(parts):
+                await self._owner.run(piece)
+            self._left -= numbers.size
+            self._tally.parts[Place.NVME] += numbers.size
+            self._tally.nvme_bytes += numbers.size * stream.part_bytes
+        finally:
+            stream.done(job)
+
+    def _bring_again(self, stream: Stream, job: Job, bad: Numbers) -> None:
+        """Some parts did not come: once more from where their blocks are by now, or an error that names the block."""
+        for i in bad.tolist():
+            error, number = job.errors[i], int(job.numbers[i])
+            elsewhere = places_of(self._copies, self._sequence.rows[number : number + 1])[0] != Place.NOWHERE
+            if number in self._tried or not elsewhere or isinstance(error, CorruptionError | DiskError):
+                raise self._lost(number, error)
+            self._tried.add(number)
+        stream.again(job.numbers[bad])
+
+    def _lost(self, number: int, error: StorageError | None = None) -> RequestError:
+        name = self._sequence.key_of(self._copies, number)
+        if isinstance(error, CorruptionError):
+            return RequestError(ErrorCode.CHECKSUM_MISMATCH, f"{name} of the sequence is damaged: {error}")
+        if isinstance(error, DiskError):
+            return RequestError(ErrorCode.UNAVAILABLE, f"{name} of the sequence cannot be read: {error}")
+        return RequestError(ErrorCode.NOT_PRESENT, f"{name} of the sequence is in no tier any more")
+
+
+def _results(partials: list[Partial], dtype: str) -> list[Array]:
+    """Output and log-sum-exp over all queries."""
+    found = [partial.result(dtype) for partial in partials]
+    return [np.concatenate([output for output, _ in found]), np.concatenate([lse for _, lse in found])]

@@ -1,0 +1,92 @@
+"""Where the parts of blocks lie that attention reads: addresses in gpu and host slots, and what must be brought first.
+
+The one place that knows the stored form of a copy: an exact part, or codes and scales (kvtierd.gpu.codec_layout).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.core.geometry import Geometry
+from kvtierd.gpu.attend import Blocks as Parts
+from kvtierd.gpu.attend import code_of
+from kvtierd.gpu.slot_pool import SlotClass, Slots
+from kvtierd.tiers.blocks import Rows
+from kvtierd.tiers.copies import Copies
+from kvtierd.tiers.gpu_tier import GpuTier
+from kvtierd.tiers.host_tier import HostTier
+from kvtierd.tiers.namespaces import NamespaceEntry
+
+Addresses = npt.NDArray[np.uint64]
+Codecs = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.int64]
+
+
+class Place(enum.IntEnum):
+    """Where a block's part is read from. The first two are computed where they lie, the others are brought first."""
+
+    GPU = 0
+    HOST = 1
+    SCATTERED = 2
+    """In host, in extents of other sizes."""
+    GPU_ONLY = 3
+    """In a gpu slot that the processor cannot read."""
+    NVME = 4
+    NOWHERE = 5
+
+
+def places_of(copies: Copies, rows: Rows) -> npt.NDArray[np.uint8]:
+    """The best place of each block now, [n] uint8 (`Place`)."""
+    table = copies.blocks.table
+    found = np.full(rows.size, Place.NOWHERE, np.uint8)
+    found[table.segment[rows] >= 0] = Place.NVME
+    in_gpu = table.gpu_slot[rows] >= 0
+    reachable = copies.gpu is not None and copies.gpu.device.address != 0
+    if not reachable:
+        found[in_gpu] = Place.GPU_ONLY
+    found[copies.shapes.scattered(rows)] = Place.SCATTERED
+    found[table.host_slot[rows] >= 0] = Place.HOST
+    if reachable:
+        found[in_gpu] = Place.GPU
+    return found
+
+
+def host_addresses(host: HostTier, cls: SlotClass, slots: Slots) -> Addresses:
+    """Addresses of host slots of a class, [n]."""
+    slabs, offsets = host.pool.slabs_of(slots), host.pool.offsets(cls, slots)
+    numbers, first, which = np.unique(slabs, return_index=True, return_inverse=True)
+    bases = [
+        int(host.view(cls, int(slots[i])).ctypes.data) - int(offsets[i]) for i, _ in zip(first, numbers, strict=True)
+    ]
+    return np.array(bases, np.uint64)[which] + offsets.astype(np.uint64)
+
+
+def gpu_addresses(gpu: GpuTier, cls: SlotClass, slots: Slots) -> Addresses:
+    """Addresses of gpu slots of a class, [n], on a device whose memory the processor can read."""
+    begins = gpu.pool.slabs_of(slots).astype(np.uint64) * np.uint64(gpu.pool.slab_bytes)
+    return begins + gpu.pool.offsets(cls, slots).astype(np.uint64) + np.uint64(gpu.device.address)
+
+
+class LayerForm:
+    """One layer's part of the blocks of a namespace, as kernels see it."""
+
+    def __init__(self, entry: NamespaceEntry, layer: int) -> None:
+        self.geometry: Geometry = entry.geometry
+        self.layer = layer
+        self.code = code_of(entry.geometry)
+
+    def in_slots(self, addresses: Addresses, codecs: Codecs, numbers: Numbers, tokens: Any, tiers: Any) -> Parts:
+        """Parts that lie in slots at these addresses; `numbers` are the blocks' places in the sequence."""
+        assert not codecs.any(), "only exact copies lie in slots"
+        begins = addresses + np.uint64(self.layer * self.geometry.layer_stride)
+        return self.of_parts(begins, codecs, numbers, tokens, tiers)
+
+    def of_parts(self, begins: Addresses, codecs: Codecs, numbers: Numbers, tokens: Any, tiers: Any) -> Parts:
+        """Parts that begin at these addresses."""
+        assert not codecs.any(), "only exact copies are read"
+        positions = numbers * self.geometry.block_size
+        return Parts.make(begins, tokens=tokens, positions=positions, dtypes=self.code, tiers=tiers)

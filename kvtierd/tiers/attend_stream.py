@@ -1,0 +1,216 @@
+"""Parts of blocks on their way into the staging ring: in jobs of a few parts each, as many at once as the disk can use.
+
+A `Stream` brings one layer's parts of some blocks, in order of starting and in any order of arriving. With `ahead` it
+takes only what is free of the ring, for a request that has not come yet; `adopt` makes it that request's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+
+from kvtierd.core.errors import StorageError
+from kvtierd.core.units import MIB
+from kvtierd.storage.layout import block_header_bytes
+from kvtierd.tiers.attend_places import Numbers
+from kvtierd.tiers.attend_ring import StagingRing
+from kvtierd.tiers.sequences import OpenedSequence
+
+JOB_BYTES = 2 * MIB
+"""Parts of a job: enough that the loop's own time for it is small against the disk's."""
+HEADERS_MAX_BYTES = MIB
+"""What an I/O thread has room for."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Job:
+    """Parts of blocks `numbers` [k] of the sequence, one behind the other in a piece of the ring.
+
+    `errors` has None for each that is good, once it has arrived.
+    """
+
+    stream: Stream
+    numbers: Numbers
+    offset: int
+    size: int
+    errors: list[StorageError | None] = dataclasses.field(default_factory=list)
+    failure: BaseException | None = None
+
+
+Fetch = Callable[[OpenedSequence, int, Job], Awaitable[list[StorageError | None]]]
+"""Bring the parts of a job: sequence, layer, job."""
+
+
+@dataclasses.dataclass(slots=True)
+class Depth:
+    """How much may be on its way for one request: `jobs` at once, and at least `blocks` parts."""
+
+    jobs: int
+    blocks: int
+
+
+class Stream:
+    """One layer's parts of some blocks of a sequence. All methods run on the loop; `close` comes last."""
+
+    def __init__(
+        self,
+        sequence: OpenedSequence,
+        layer: int,
+        numbers: Numbers,
+        *,
+        ring: StagingRing,
+        depth: Depth,
+        fetch: Fetch,
+        tasks: set[asyncio.Task[None]],
+    ) -> None:
+        self.sequence, self.layer = sequence, layer
+        self.part_bytes = sequence.entry.geometry.layer_stride
+        self._ring, self._depth, self._fetch, self._tasks = ring, depth, fetch, tasks
+        self._todo = collections.deque(_batches(numbers, self.part_bytes, sequence, ring.size_bytes, depth))
+        self._flying: set[Job] = set()
+        self._ready: collections.deque[Job] = collections.deque()
+        self._taken = 0
+        self._changed = asyncio.Event()
+        self._pump: asyncio.Task[None] | None = None
+        self._closed = False
+        self.brought_bytes = 0
+
+    @property
+    def all_begun(self) -> bool:
+        """Whether everything is on its way or there."""
+        return not self._todo
+
+    def start(self) -> None:
+        """Bring the parts, waiting for room in the ring where there is none."""
+        self._pump = asyncio.create_task(self._work())
+
+    def grow(self) -> None:
+        """Ahead of any request: begin what there is free room for, and no more at once than the disk can use."""
+        while self._todo and not self._closed and len(self._flying) < self._depth.jobs:
+            size = self._todo[0].size * self.part_bytes
+            offset = self._ring.try_take(size)
+            if offset < 0:
+                return
+            self._launch(self._todo.popleft(), offset, size)
+
+    def adopt(self, numbers: Numbers) -> None:
+        """A request has come that wants the parts of these blocks: bring the rest of them."""
+        begun = np.concatenate([numbers[:0], *(job.numbers for job in (*self._ready, *self._flying))])
+        rest = np.setdiff1d(numbers, begun, assume_unique=True)
+        self._todo = collections.deque(
+            _batches(rest, self.part_bytes, self.sequence, self._ring.size_bytes, self._depth)
+        )
+        self.start()
+
+    def again(self, numbers: Numbers) -> None:
+        """Bring the parts of these blocks once more, from wherever they are now."""
+        self._todo.extend(_batches(numbers, self.part_bytes, self.sequence, self._ring.size_bytes, self._depth))
+        if self._pump is None or self._pump.done():
+            self.start()
+
+    def poll(self) -> Job | None:
+        """A job that has arrived, which `done` must follow; its failure is raised here."""
+        if not self._ready:
+            return None
+        job = self._ready.popleft()
+        self._taken += 1
+        if job.failure is not None:
+            self.done(job)
+            raise job.failure
+        return job
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will arrive."""
+        pumping = self._pump is not None and not self._pump.done()
+        return not (self._ready or self._flying or self._todo or pumping)
+
+    async def wait(self) -> None:
+        """Return when something has arrived or there is nothing to wait for."""
+        while not self._ready and not self.ended:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def done(self, job: Job) -> None:
+        """The parts of a job are not needed any more."""
+        self._taken -= 1
+        self._ring.give(job.offset, job.size)
+        self._changed.set()
+
+    def shed(self) -> int:
+        """Give up what has arrived, and start nothing more; bytes that came for nothing."""
+        self._todo.clear()
+        wasted = 0
+        while self._ready:
+            job = self._ready.popleft()
+            wasted += job.size
+            self._ring.give(job.offset, job.size)
+        return wasted
+
+    def close(self) -> int:
+        """Nobody wants anything any more; what is on its way gives its room back when it arrives."""
+        self._closed = True
+        if self._pump is not None:
+            self._pump.cancel()
+        return self.shed() + sum(job.size for job in self._flying)
+
+    async def _work(self) -> None:
+        try:
+            while self._todo:
+                while self._taken + len(self._flying) + len(self._ready) >= self._jobs_at_once():
+                    self._changed.clear()
+                    await self._changed.wait()
+                if not self._todo:
+                    break
+                size = self._todo[0].size * self.part_bytes
+                offset = await self._ring.take(size)
+                if not self._todo or self._todo[0].size * self.part_bytes != size:
+                    self._ring.give(offset, size)
+                    continue
+                self._launch(self._todo.popleft(), offset, size)
+        finally:
+            # Seen after this task is done: whoever waits asks `ended`.
+            asyncio.get_running_loop().call_soon(self._changed.set)
+
+    def _jobs_at_once(self) -> int:
+        parts = max(1, self._todo[0].size) if self._todo else 1
+        return max(self._depth.jobs, -(-self._depth.blocks // parts))
+
+    def _launch(self, numbers: Numbers, offset: int, size: int) -> None:
+        job = Job(self, numbers, offset, size)
+        self._flying.add(job)
+        task = asyncio.create_task(self._bring(job))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _bring(self, job: Job) -> None:
+        try:
+            job.errors = await self._fetch(self.sequence, self.layer, job)
+            self.brought_bytes += job.size
+        except Exception as error:  # noqa: BLE001 - raised where the job is taken
+            job.failure = error
+        finally:
+            self._flying.discard(job)
+            if self._closed:
+                self._ring.give(job.offset, job.size)
+            else:
+                self._ready.append(job)
+            self._changed.set()
+            if self._pump is None:
+                self.grow()
+
+
+def _batches(
+    numbers: Numbers, part_bytes: int, sequence: OpenedSequence, ring_bytes: int, depth: Depth
+) -> list[Numbers]:
+    """Cut blocks into jobs: of a fair size, all I/O threads busy, and never more than a quarter of the ring."""
+    if not numbers.size:
+        return []
+    most = max(1, min(JOB_BYTES, ring_bytes // 4) // part_bytes)
+    headers = max(1, HEADERS_MAX_BYTES // block_header_bytes(sequence.entry.geometry.layers))
+    each = min(most, headers, max(1, -(-numbers.size // depth.jobs)))
+    return [numbers[at : at + each] for at in range(0, numbers.size, each)]
