@@ -8,8 +8,8 @@ import numpy as np
 
 from kvtierd.core.checksum import Bytes, block_sum, layer_sums
 from kvtierd.core.errors import CorruptionError, StorageError
-from kvtierd.core.stored_form import Codec, form_of
 from kvtierd.core.geometry import Geometry
+from kvtierd.core.stored_form import Codec, form_of
 from kvtierd.storage.buffers import Scratch
 from kvtierd.storage.interface import DiskError, ReadItem
 from kvtierd.storage.io import read_exact

@@ -1,6 +1,6 @@
 """Where the parts of blocks lie that attention reads: addresses in gpu and host slots, and what must be brought first.
 
-The one place that knows the stored form of a copy: an exact part, or codes and scales (kvtierd.gpu.codec_layout).
+The one place that knows the stored form of a copy: an exact part, or codes and scales (kvtierd.core.stored_form).
 """
 
 from __future__ import annotations
