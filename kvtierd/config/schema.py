@@ -81,6 +81,9 @@ class Host(_Section, frozen=True, kw_only=True):
     """Bytes of one chunk (1 MiB to 256 MiB); a block must fit in it."""
     watermark: Annotated[Share, _LIVE] = 0.95
     """Share in use above which clean blocks are evicted in the background, down to 5 points below."""
+    warm_restart: bool = True
+    """Leave the arena with the service manager (systemd's file descriptor store) when the daemon ends, and begin with
+    it: blocks in host outlive a restart and a crash. A full stop drops them."""
 
 
 class Nvme(_Section, frozen=True, kw_only=True):

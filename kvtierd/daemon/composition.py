@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -17,6 +18,7 @@ from kvtierd.core.progress import Progress
 from kvtierd.core.units import format_bytes
 from kvtierd.daemon.census import Census, count
 from kvtierd.daemon.directories import Places, prepare_admin
+from kvtierd.daemon.fdstore import NotifyKeeper, passed_files
 from kvtierd.daemon.http import HttpServer
 from kvtierd.daemon.liveness import DEFAULT_STALL_S, Liveness, Watchdog, long_step
 from kvtierd.daemon.pages import Pages
@@ -34,6 +36,7 @@ from kvtierd.telemetry.prometheus import Histogram
 from kvtierd.tiers.copies import EventSink
 from kvtierd.tiers.manager import TierManager
 from kvtierd.tiers.namespaces import NamespaceEntry
+from kvtierd.tiers.warm_host import Kept
 
 log = logging.getLogger(__name__)
 
@@ -217,12 +220,24 @@ async def _start_manager(
     """The manager owns store and device from the moment it has them, and closes them."""
     device = open_device(settings.gpu) if settings.gpu.capacity else None
     tenant = settings.server.tenant
-    manager = TierManager(settings, store=store, device=device, clock=clock, events=events, tenant=tenant)
+    kept = _kept_files(settings)
+    manager = TierManager(settings, store=store, device=device, clock=clock, events=events, tenant=tenant, kept=kept)
     parts.push_async_callback(manager.close)
     await manager.start()
     if store is not None:
         log.info("nvme tier in %s, I/O mode %s", settings.nvme.directory, store.mode)
     return manager
+
+
+def _kept_files(settings: Settings) -> Kept | None:
+    """What the life before left with the service manager, where it is to be used and there is one to keep ours."""
+    passed = passed_files(os.environ)
+    if settings.host.warm_restart and "NOTIFY_SOCKET" in os.environ:
+        return Kept(NotifyKeeper(), passed)
+    for name, fd in passed:
+        NotifyKeeper().forget(name)
+        os.close(fd)
+    return None
 
 
 def _limits(settings: Settings) -> Limits:

@@ -7,6 +7,7 @@ watches a pipe that only the owner holds open.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -19,6 +20,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from kvtierd.daemon.holder import DescriptorHolder
 
 START_TIMEOUT_S = 240.0
 """Compiling kernels takes a minute or two where `kvtierctl precompile` has not run."""
@@ -51,6 +54,25 @@ class EmbeddedDaemon:
         self._runtime = self._runtime_folder()
         self._process: subprocess.Popen[bytes] | None = None
         self._stop_pipe = -1
+        self._holder: DescriptorHolder | None = None
+
+    @classmethod
+    def warm(cls, directory: str | Path | None = None, **overrides: object) -> Self:
+        """One whose host tier outlives it, as under systemd.
+
+        The owner holds its memory until `close`, or the owner's end; the next `start` begins with it, also after
+        `kill`. `drop_memory` is what a full stop of the service does.
+        """
+        daemon = cls(directory, **overrides)
+        daemon._runtime.mkdir(mode=0o755, parents=True, exist_ok=True)
+        daemon._holder = DescriptorHolder(daemon._runtime / "notify")
+        return daemon
+
+    def drop_memory(self) -> None:
+        """Let go of what is held for the next life. Raises EmbeddedDaemonError where nothing is held."""
+        if self._holder is None:
+            raise EmbeddedDaemonError("nothing is held: this daemon was not made by `warm`")
+        self._holder.drop()
 
     @property
     def pid(self) -> int:
@@ -71,8 +93,11 @@ class EmbeddedDaemon:
         """Spawn the daemon and wait until it is ready. Raises EmbeddedDaemonError with the log's tail."""
         if self._process is not None:
             raise EmbeddedDaemonError("the daemon runs already")
-        ready_read, ready_write = os.pipe()
-        stop_read, self._stop_pipe = os.pipe()
+        if self._holder is not None:
+            self._holder.settle()
+        floor = self._holder.first_free if self._holder is not None else 0
+        ready_read, ready_write = _pipe(floor)
+        stop_read, self._stop_pipe = _pipe(floor)
         try:
             self._process = self._spawn(ready_write, stop_read)
         finally:
@@ -121,6 +146,9 @@ class EmbeddedDaemon:
             if self._process is not None:
                 self.stop()
         finally:
+            if self._holder is not None:
+                self._holder.close()
+                self._holder = None
             if self._runtime.parent != self.directory:
                 shutil.rmtree(self._runtime, ignore_errors=True)
             if self._owns_directory:
@@ -151,11 +179,15 @@ class EmbeddedDaemon:
         package_root = str(Path(__file__).resolve().parents[2])
         paths = [package_root, *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
+        passed: list[int] = []
+        if self._holder is not None:
+            environment["NOTIFY_SOCKET"] = os.fspath(self._holder.path)
+            command, passed = self._holder.command(command)
         with self.log_path.open("ab") as log:
             return subprocess.Popen(
                 command,
                 env=environment,
-                pass_fds=(ready_fd, stop_fd),
+                pass_fds=(ready_fd, stop_fd, *passed),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -202,6 +234,15 @@ class EmbeddedDaemon:
     def _tail(self) -> str:
         lines = self.logs().splitlines()[-15:]
         return ":\n" + "\n".join(lines) if lines else ""
+
+
+def _pipe(floor: int) -> tuple[int, int]:
+    """A pipe's reading and writing end, both at numbers from `floor` on."""
+    ends = os.pipe()
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor) for fd in ends]
+    for fd in ends:
+        os.close(fd)
+    return moved[0], moved[1]
 
 
 def _text(value: object) -> str:

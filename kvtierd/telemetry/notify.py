@@ -5,10 +5,18 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Sequence
+from typing import Final
+
+SEND_S: Final = 2.0
+"""Most that a manager which does not read its socket may hold us up."""
 
 
-def notify(state: str) -> bool:
-    """Send a state such as `READY=1`; False where nobody listens. Never raises: a status must not stop a service."""
+def notify(state: str, descriptors: Sequence[int] = ()) -> bool:
+    """Send a state such as `READY=1`, with open files where it is about some; False where nobody listens.
+
+    Never raises: a status must not stop a service.
+    """
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return False
@@ -16,7 +24,12 @@ def notify(state: str) -> bool:
         address = "\0" + address[1:]
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
-            channel.sendto(state.encode(), address)
+            channel.settimeout(SEND_S)
+            channel.connect(address)
+            if descriptors:
+                socket.send_fds(channel, [state.encode()], list(descriptors))
+            else:
+                channel.send(state.encode())
     except OSError:
         return False
     return True

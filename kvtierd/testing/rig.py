@@ -25,6 +25,7 @@ from kvtierd.storage.interface import BlockStore
 from kvtierd.tiers.arena import Chunk
 from kvtierd.tiers.manager import TierManager
 from kvtierd.tiers.shapes import EXTENT
+from kvtierd.tiers.warm_host import Kept
 
 R = TypeVar("R")
 
@@ -69,11 +70,13 @@ class Grant:
 class Rig:
     """Use as an async context manager; `settled` waits until the arena has its memory."""
 
-    def __init__(self, settings: Settings | None = None, store: BlockStore | None = None) -> None:
+    def __init__(
+        self, settings: Settings | None = None, store: BlockStore | None = None, kept: Kept | None = None
+    ) -> None:
         self.settings = settings or small_settings()
         self.clock = ManualClock(1_000_000_000)
         device = open_device(self.settings.gpu) if self.settings.gpu.capacity else None
-        self.manager = TierManager(self.settings, store=store, device=device, clock=self.clock)
+        self.manager = TierManager(self.settings, store=store, device=device, clock=self.clock, kept=kept)
         self._ids = itertools.count(1)
 
     async def __aenter__(self) -> Self:
@@ -128,7 +131,9 @@ class Rig:
         return int(table[int(descriptor["offset"]) // geometry.slot_bytes])
 
     def _chunk(self, descriptor: npt.NDArray[Any]) -> Chunk:
-        found = self.manager.copies.host.chunk_of(int(descriptor["chunk"]), "default")
+        host, number = self.manager.copies.host, int(descriptor["chunk"])
+        tenants = {cls.tenant for cls in host.pool.classes}
+        found = next(filter(None, (host.chunk_of(number, tenant) for tenant in tenants)), None)
         assert found is not None, "the descriptor names a chunk that is gone"
         return found[0]
 

@@ -2,8 +2,12 @@
 
 A chunk is a memfd, wholly allocated before anybody else maps it (so nobody meets SIGBUS and the memory is charged to
 the daemon), sealed against resizing, and left out of core dumps. Generation tables, one u64 a slot, lie in files of
-their own that only the daemon can write (F_SEAL_FUTURE_WRITE): a reader that was paused beyond its lease compares
-generations after copying and so learns that its bytes may be another block's.
+their own that only the daemon can write: a reader that was paused beyond its lease compares generations after copying
+and so learns that its bytes may be another block's.
+
+A table of a single life is sealed against new writable mappings (F_SEAL_FUTURE_WRITE). That cannot be undone, and a
+reader may be paused across a restart; so one that is to outlive the daemon is not sealed so, but belongs to its user
+alone (mode 0600), and clients get a descriptor that is open for reading.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import contextlib
 import fcntl
 import mmap
 import os
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +36,19 @@ class Chunk:
     __slots__ = ("_map", "chunk_bytes", "data_fd", "memory", "number")
 
     def __init__(self, number: int, chunk_bytes: int, *, allocate: bool = True) -> None:
+        self._hold(number, chunk_bytes, *_sealed_file(f"chunk-{number}", chunk_bytes, allocate=allocate))
+
+    @classmethod
+    def again(cls, number: int, chunk_bytes: int, fd: int) -> Self:
+        """The chunk of an earlier life that `fd` is; ValueError when it is none of this size. Takes `fd` over."""
+        chunk = cls.__new__(cls)
+        chunk._hold(number, chunk_bytes, fd, _map_again(fd, chunk_bytes))
+        return chunk
+
+    def _hold(self, number: int, chunk_bytes: int, fd: int, mapping: mmap.mmap) -> None:
         self.number = number
         self.chunk_bytes = chunk_bytes
-        self.data_fd, self._map = _sealed_file(f"chunk-{number}", chunk_bytes, allocate=allocate)
+        self.data_fd, self._map = fd, mapping
         self.memory: Bytes = np.frombuffer(self._map, np.uint8)
 
     def close(self) -> None:
@@ -50,17 +64,82 @@ class GenerationTable:
     chunk `part` of it begin at `part` * slots_per_chunk.
     """
 
-    def __init__(self, slots_per_chunk: int) -> None:
-        table_bytes = align_up(slots_per_chunk * GENERATION_BYTES)
-        self.parts = table_bytes // (slots_per_chunk * GENERATION_BYTES)
+    def __init__(self, slots_per_chunk: int, *, lasting: bool = False) -> None:
+        self._cut(slots_per_chunk)
+        own_fd, mapping = _sealed_file("generations", self._bytes, read_only=not lasting)
+        if lasting:
+            os.fchmod(own_fd, 0o600)
+        self._hold(own_fd, mapping, lasting=lasting)
+
+    @classmethod
+    def again(cls, slots_per_chunk: int, own_fd: int) -> Self:
+        """The table of an earlier life that `own_fd` is; ValueError when it is none for such chunks. Takes it over."""
+        table = cls.__new__(cls)
+        table._cut(slots_per_chunk)
+        table._hold(own_fd, _map_again(own_fd, table._bytes), lasting=True)
+        return table
+
+    def _cut(self, slots_per_chunk: int) -> None:
+        self._bytes = align_up(slots_per_chunk * GENERATION_BYTES)
+        self.parts = self._bytes // (slots_per_chunk * GENERATION_BYTES)
         self.free_parts = list(range(self.parts - 1, -1, -1))
-        self.fd, self._map = _sealed_file("generations", table_bytes, read_only=True)
+
+    def _hold(self, own_fd: int, mapping: mmap.mmap, *, lasting: bool) -> None:
+        self.own_fd, self._map = own_fd, mapping
+        self.number = 0
+        """Which of the daemon's tables it is, where that matters."""
+        self.closed = False
+        self.fd = _open_to_read(own_fd) if lasting else own_fd
+        """What clients get."""
         self.generations: Generations = np.frombuffer(self._map, np.uint64)
 
     def close(self) -> None:
         """Let go of the memory."""
+        self.closed = True
         self.generations = np.empty(0, np.uint64)
+        if self.fd != self.own_fd:
+            os.close(self.fd)
+        _close(self._map, self.own_fd)
+
+
+class LastingFile:
+    """Memory that only the daemon maps, to be kept for its next life; `memory` is its bytes, backed as it is used."""
+
+    def __init__(self, name: str, size: int, fd: int = -1) -> None:
+        if fd >= 0:
+            self.fd, self._map = fd, _map_again(fd, size)
+        else:
+            self.fd, self._map = _sealed_file(name, size, allocate=False)
+            os.fchmod(self.fd, 0o600)
+        self.memory: Bytes = np.frombuffer(self._map, np.uint8)
+
+    def back(self, begin: int, size: int) -> None:
+        """Have the pages of these bytes allocated; OSError when there is no memory for them."""
+        os.posix_fallocate(self.fd, begin, size)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self.memory = np.empty(0, np.uint8)
         _close(self._map, self.fd)
+
+
+def _open_to_read(fd: int) -> int:
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _map_again(fd: int, size: int) -> mmap.mmap:
+    """Map a memfd that somebody passed us; ValueError when it is none of this size, or could be resized under us."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise ValueError(f"a passed file is no memory file: {error.strerror}") from error
+    if (found := os.fstat(fd).st_size) != size:
+        raise ValueError(f"a passed file has {found} bytes, not {size}")
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise ValueError("a passed file is not sealed against shrinking")
+    mapping = mmap.mmap(fd, size)
+    mapping.madvise(mmap.MADV_DONTDUMP)
+    return mapping
 
 
 def _sealed_file(name: str, size: int, *, allocate: bool = True, read_only: bool = False) -> tuple[int, mmap.mmap]:

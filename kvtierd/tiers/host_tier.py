@@ -15,7 +15,7 @@ from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.index.memory import reserve
 from kvtierd.policy.eviction import EvictionPolicy
 from kvtierd.protocol.messages import SLOT_DTYPE
-from kvtierd.protocol.service import ChunkFiles
+from kvtierd.protocol.service import ChunkFiles, Session
 from kvtierd.tiers.arena import Chunk, Generations, GenerationTable
 from kvtierd.tiers.slot_tier import SlotTier
 
@@ -143,6 +143,20 @@ class HostTier(SlotTier):
         out["offset"] = self.pool.offsets(cls, slots)
         out["generation"] = self._generation[slots]
 
+    def absent(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Which of these, -1 for no slot, hold nothing that may be served as it is, [n]."""
+        return slots < 0
+
+    def unproven(self, slots: Slots) -> bool:  # noqa: ARG002 - for those that have some
+        """Whether a block is among these that must be verified before it is served."""
+        return False
+
+    def lend(self, cls: SlotClass, slots: Slots, session: Session, reservation: int) -> Descriptors:  # noqa: ARG002
+        """A client may write these slots from now on: their descriptors, [n]."""
+        out = empty_descriptors(slots.size)
+        self.describe(cls, slots, out)
+        return out
+
     def close(self) -> None:
         """Let go of all memory."""
         for chunk in self._chunks:
@@ -168,12 +182,15 @@ class HostTier(SlotTier):
         """Room for a chunk's generations in a table of its class, made when there is none. May raise OSError."""
         tables = self._tables.setdefault(cls.id, [])
         if not tables:
-            tables.append(GenerationTable(cls.slots_per_slab))
+            tables.append(self._new_table(cls))
         table = tables[-1]
         part = table.free_parts.pop()
         if not table.free_parts:
             tables.pop()
         return _Cut(cls, table, part)
+
+    def _new_table(self, cls: SlotClass) -> GenerationTable:
+        return GenerationTable(cls.slots_per_slab)
 
     def _give_part(self, cut: _Cut) -> None:
         tables = self._tables[cut.cls.id]

@@ -16,11 +16,7 @@ from kvtierd.config.schema import Settings
 from kvtierd.core.clock import Clock
 from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.core.progress import Progress
-from kvtierd.core.units import PAGE_BYTES
 from kvtierd.gpu import Device
-from kvtierd.policy.eviction import EvictionPolicy, LruEviction
-from kvtierd.policy.return_eviction import ReturnEviction
-from kvtierd.policy.returns import ReturnModel
 from kvtierd.protocol import messages as m
 from kvtierd.protocol.service import Answer, ChunkFiles, Session
 from kvtierd.storage.interface import BlockStore
@@ -30,7 +26,6 @@ from kvtierd.tiers.blocks import Blocks
 from kvtierd.tiers.copies import Copies, EventSink
 from kvtierd.tiers.demand import Demand
 from kvtierd.tiers.gpu_tier import GpuTier
-from kvtierd.tiers.host_tier import HostTier
 from kvtierd.tiers.offload import Offload
 from kvtierd.tiers.on_disk import OnDisk
 from kvtierd.tiers.onboard import Onboarder
@@ -44,6 +39,9 @@ from kvtierd.tiers.sessions import SessionState, need_frames, state_of
 from kvtierd.tiers.shaping import Shaping
 from kvtierd.tiers.speeds import Speeds, probe_copy
 from kvtierd.tiers.usage import Uses
+from kvtierd.tiers.victims import model_for, policy_for
+from kvtierd.tiers.warm import begin, host_tier
+from kvtierd.tiers.warm_host import Kept
 from kvtierd.tiers.workers import Workers
 from kvtierd.tiers.write_behind import WriteBehind
 from kvtierd.tiers.writes import Writes
@@ -62,7 +60,8 @@ ONBOARDS_INFLIGHT_MAX = 4096
 class TierManager:
     """Blocks in three tiers. `store` is None without an nvme tier, `device` None without a gpu tier.
 
-    `seed` is secret and random unless a replay gives one: with it the same requests have the same effects.
+    `seed` is secret and random unless a replay gives one: with it the same requests have the same effects. With `kept`
+    the host tier begins with what the life before left, and is left for the next one.
     """
 
     def __init__(
@@ -75,6 +74,7 @@ class TierManager:
         events: EventSink | None = None,
         tenant: str = "default",
         seed: int | None = None,
+        kept: Kept | None = None,
     ) -> None:
         self.settings = settings
         self.tenant = tenant
@@ -82,11 +82,12 @@ class TierManager:
         self._store = store
         self._workers = Workers(settings.worker_threads)
         secret = secrets.randbits(62) if seed is None else seed
-        model = _model_for(settings, secret)
-        host = HostTier(settings.host, _policy_for(settings.host.capacity, model))
+        model = model_for(settings, secret)
+        host = host_tier(settings.host, policy_for(settings.host.capacity, model), kept)
         slab = min(settings.host.chunk_bytes, device.capacity_bytes if device else 0)
-        gpu = GpuTier(device, slab, _policy_for(device.capacity_bytes, model)) if device and slab else None
+        gpu = GpuTier(device, slab, policy_for(device.capacity_bytes, model)) if device and slab else None
         self.copies = Copies(Blocks(settings.max_blocks), host, gpu, events, clock)
+        self._warm = begin(self.copies, kept, self._workers)
         capacities = {"host": settings.host.capacity, "gpu": device.capacity_bytes if device else 0}
         self._demand = Demand(self.copies, capacities, settings.kv_cache_config.heat_half_life_s, clock, secret)
         self._room = Room(
@@ -107,6 +108,7 @@ class TierManager:
             self.on_disk = OnDisk(self.copies, store, tenant, self._demand, self._offload)
         self._speeds = Speeds(clock)
         self._onboarder = Onboarder(self._room, store, self._workers, self._speeds, ONBOARDS_INFLIGHT_MAX)
+        self._onboarder.verifier = self._warm.verifier
         uses = Uses(self.copies, model, clock)
         self._reads = Reads(
             settings,
@@ -138,9 +140,11 @@ class TierManager:
             self.on_disk.recover(await self._store.open())
             capacity = self._store.stats().get("capacity_bytes", self.settings.nvme.capacity)
             self._demand.add_tier("nvme", int(capacity))
+        self._warm.recover(self._store)
         self._speeds.host.note(*await self._workers.run(probe_copy))
         if self._write_behind is not None:
             self._write_behind.start()
+        self._warm.start(self._offload)
         self._room.grow()
         # With a first chunk there, clients that come back after a restart are served and not turned away.
         await self._room.next_chunk()
@@ -197,6 +201,7 @@ class TierManager:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
         await self._room.close()
+        await self._warm.close()
         await self._shaping.close()
         await self._reads.prefetcher.close()
         await self._onboarder.close()
@@ -226,11 +231,14 @@ class TierManager:
         self._sequences.session_ended(session)
         self._admin.session_ended(session)
         session.quarantined = self._writes.session_detached(session)
+        if not session.quarantined:
+            self._warm.writer_gone(session)
 
     def process_gone(self, session: Session) -> None:
         """A client's process has ended: everything of it is free again."""
         self.session_detached(session)
         self._writes.process_gone(session)
+        self._warm.writer_gone(session)
 
     def chunk_files(self, session: Session, chunk: int) -> ChunkFiles | None:
         """Descriptors of a chunk of the session's tenant (protocol.service.ChunkSource)."""
@@ -262,7 +270,7 @@ class TierManager:
         }
         store = {f"nvme_{name}": value for name, value in self._store.stats().items()} if self._store else {}
         more = {name: value for report in self.reports for name, value in report().items()}
-        gauges |= copies.shapes.stats() | copies.blocks.long.stats()
+        gauges |= copies.shapes.stats() | copies.blocks.long.stats() | self._warm.stats()
         return {**gauges, **copies.tier_counts(), **store, **copies.counters, **more}
 
     def _table(self) -> dict[type, Handler]:
@@ -328,18 +336,6 @@ class TierManager:
             self._sequences.expire(now_ns)
             self._room.keep_watermarks()
             self._shaping.step(now_ns)
-
-
-def _model_for(settings: Settings, secret: int) -> ReturnModel | None:
-    """What learns when blocks return; None where the setting is LRU."""
-    if settings.kv_cache_config.eviction == "lru":
-        return None
-    return ReturnModel(settings.host.capacity // PAGE_BYTES, secret)
-
-
-def _policy_for(capacity_bytes: int, model: ReturnModel | None) -> EvictionPolicy:
-    slots = capacity_bytes // PAGE_BYTES
-    return LruEviction(slots) if model is None else ReturnEviction(slots, model)
 
 
 def _pinned_max(settings: Settings) -> int:

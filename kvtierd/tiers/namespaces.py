@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.core.geometry import Geometry
@@ -34,13 +35,17 @@ class NamespaceTable:
     def __init__(self) -> None:
         self.entries: list[NamespaceEntry] = []
         self._by_digest: dict[tuple[str, bytes], NamespaceEntry] = {}
+        self.on_change: Callable[[NamespaceEntry], None] = lambda _entry: None
+        """Told of an entry that is new, or has changed."""
 
     def register(self, tenant: str, namespace: Namespace, *, allow_loss: bool) -> NamespaceEntry:
         """Find or make the entry. Loss stays forbidden once one client forbade it; RequestError `busy` when full."""
         digest = namespace.digest()
         known = self._by_digest.get((tenant, digest))
         if known is not None:
-            known.allow_loss = known.allow_loss and allow_loss
+            if known.allow_loss and not allow_loss:
+                known.allow_loss = False
+                self.on_change(known)
             return known
         if len(self.entries) >= MAX_NAMESPACES:
             raise RequestError(
@@ -49,6 +54,7 @@ class NamespaceTable:
         entry = NamespaceEntry(len(self.entries), digest, namespace, tenant, allow_loss)
         self.entries.append(entry)
         self._by_digest[tenant, digest] = entry
+        self.on_change(entry)
         return entry
 
     def __getitem__(self, number: int) -> NamespaceEntry:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvtierd.config.schema import Nvme
 from kvtierd.core.clock import Clock
-from kvtierd.gpu.slot_pool import SlotClass
+from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.policy.admission import Admission, AdmitAll, Budgeted, SecondAccess, leading
 from kvtierd.policy.key_filter import KeyFilter
 from kvtierd.protocol.messages import TIER_HOST, TIER_NVME
@@ -66,6 +66,14 @@ class Offload:
         if np.count_nonzero(flags & TIER_NVME) < rows.size and not self._disk_refused():
             self._offer(entry, cls, rows, open_end=open_end)
 
+    def recovered(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, slots: Slots) -> None:
+        """Blocks of the life before that are in host and not on disk, in the order in which they were stored.
+
+        Where all prefixes are admitted they were on their way when it ended. Other policies decide when they are used.
+        """
+        if rows.size and isinstance(self._policy, AdmitAll):
+            self._write_behind.add(entry, cls, rows, slots)
+
     def follows_a_hole(self, row: int) -> bool:
         """Whether the block in this row, -1 for none, has no copy on nvme and none on its way there."""
         if row < 0:
@@ -117,4 +125,4 @@ class Offload:
         there = (flags & VISIBLE != 0) & ((flags & TIER_NVME != 0) | self._copies.blocks.marked(rows, OFFLOADING))
         ready = VISIBLE | TIER_HOST
         # One that is scattered over extents is in host, but in no slot that could be written from.
-        return there, leading(there | ((flags & ready == ready) & (table.host_slot[rows] >= 0)))
+        return there, leading(there | ((flags & ready == ready) & ~self._copies.host.absent(table.host_slot[rows])))

@@ -22,6 +22,7 @@ from kvtierd.tiers.moves import Arrival, Move
 from kvtierd.tiers.namespaces import NamespaceEntry
 from kvtierd.tiers.room import Room
 from kvtierd.tiers.speeds import Speeds
+from kvtierd.tiers.warm_verify import Verifier
 from kvtierd.tiers.workers import Workers
 
 _log = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ class Onboarder:
         self._inflight_max = inflight_max
         self._tasks: set[asyncio.Task[None]] = set()
         self._raising = asyncio.Lock()
+        self.verifier: Verifier | None = None
+        """Of blocks of the life before, where there is one."""
 
     async def hold_in_host(self, entry: NamespaceEntry, rows: Rows, *, ahead: bool = False) -> Slots:
         """Bring the rows into host and hold them there: slots of the leading run that made it, one hold each.
@@ -66,7 +69,10 @@ class Onboarder:
         good = slots.size if landed.all() else int(landed.argmin())
         if good < slots.size:
             copies.host.release(cls, slots[good:])
-        return slots[:good]
+        slots = slots[:good]
+        if self.verifier is not None and copies.host.unproven(slots):
+            return await self.verifier.leading_good(entry, cls, rows[:good], slots)
+        return slots
 
     async def raise_to_gpu(self, entry: NamespaceEntry, rows: Rows) -> int:
         """Copy the leading run of rows into gpu slots, by way of host; how many are there then."""

@@ -81,7 +81,7 @@ class PartReads:
                 counted = True
                 self._count(session, request, entry, rows, begin, stop)
             pieces = shapes.pieces(rows, block_tokens, begin, stop)
-            missing = shapes.slots(pieces) < 0
+            missing = self._copies.host.absent(shapes.slots(pieces))
             if not missing.any() or turn == ROUNDS - 1:
                 good = int(missing.argmax()) if missing.any() else len(pieces)
                 return self._grant(session, request, entry, pieces[:good], first * block_tokens, sources)

@@ -133,7 +133,7 @@ class Reads:
         sources = self._copies.blocks.residency(rows)
         cls = self._copies.host_class(entry)
         slots = self._copies.blocks.table.host_slot[rows]
-        if request.verify or (slots < 0).any():
+        if request.verify or (slots < 0).any() or self._copies.host.unproven(slots):
             return self._acquire_slowly(session, request, entry, keys, parent)
         self._copies.host.pool.hold(slots)
         self._uses.read(session, entry, keys, rows, slots, parent)

@@ -99,8 +99,7 @@ class Writes:
         descriptors = empty_descriptors(len(keys))
         descriptors["status"] = status
         if reservation is not None:
-            granted = empty_descriptors(reservation.slots.size)
-            self._copies.host.describe(reservation.cls, reservation.slots, granted)
+            granted = self._copies.host.lend(reservation.cls, reservation.slots, session, reservation.id)
             descriptors[reservation.position] = granted
         reply = ReserveReply(
             id=0,
