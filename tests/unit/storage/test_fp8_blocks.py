@@ -222,7 +222,7 @@ def test_hot_fp8_blocks_move_as_they_are_when_their_segment_is_recycled(tmp_path
             store.on_rewrite(lambda tags: (tags == 0).astype(np.float32), go_along)
             hot = Encoded(0, FLAT)
             (held[0],) = await stored(store, hot)
-            for number in range(1, 60):
+            for number in range(1, 240):
                 (held[number],) = await stored(store, Encoded(number, FLAT))
                 await store.flush()
             assert moved, "the hot block never moved"
