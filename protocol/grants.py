@@ -15,7 +15,7 @@ from kvtierd.core.geometry import Geometry
 from kvtierd.core.token_spans import of_tokens
 from kvtierd.protocol.arena import MappedChunk
 from kvtierd.protocol.messages import SLOT_DTYPE, SPAN_DTYPE, Acquire, AcquirePart, AnyRequest, Reserve
-from kvtierd.protocol.results import Masks
+from kvtierd.protocol.results import NO_MASKS, Codecs, Masks
 
 Slots = np.ndarray[Any, np.dtype[np.void]]
 """Slot descriptors: [n] of SLOT_DTYPE."""
@@ -66,6 +66,8 @@ class Leased:
     sums: Sums
     spans: Spans | None = None
     """Of a lease on parts: what is to be read from each extent. Then `count`, `views` and `sums` are of extents."""
+    codecs: Codecs = dataclasses.field(default_factory=lambda: NO_MASKS)
+    """What each block (or extent) has been through, as in Hit."""
 
     @property
     def sources(self) -> Masks:

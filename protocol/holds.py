@@ -12,7 +12,7 @@ import numpy as np
 from kvtierd.core.checksum import Bytes, Sums
 from kvtierd.protocol.asking import Plan
 from kvtierd.protocol.grants import Granted, Leased
-from kvtierd.protocol.results import Masks, NamespaceHandle
+from kvtierd.protocol.results import Codecs, Masks, NamespaceHandle
 from kvtierd.protocol.slots import SlotPlans
 from kvtierd.protocol.waiting import Driver
 
@@ -49,8 +49,8 @@ class LeasedSlots:
     """A hold on the leading run of present blocks, `count` of them.
 
     `views` are read-only slots ([slot_bytes] uint8), `sums` their layer sums ([count, layers] u64), `sources` where
-    each was found. A view may be overwritten once the lease has expired: `copy_to` and `unchanged` tell what can be
-    trusted.
+    each was found, `codecs` what each has been through (as in Hit). A view may be overwritten once the lease has
+    expired: `copy_to` and `unchanged` tell what can be trusted.
     """
 
     def __init__(self, plans: SlotPlans, namespace: NamespaceHandle, leased: Leased) -> None:
@@ -61,6 +61,7 @@ class LeasedSlots:
         self.views: list[Bytes] = leased.views
         self.sums: Sums = leased.sums
         self.sources: Masks = leased.sources
+        self.codecs: Codecs = leased.codecs
 
     def unchanged(self) -> int:
         """How many leading blocks are still in their slots: what was read from their `views` before is whole."""

@@ -22,12 +22,13 @@ class Part:
     """Tokens `begin` to `begin + tokens` - 1 of a prefix, counted from the first key that was asked for.
 
     `data` is [layers, layer_bytes] uint8: the packed form of a block of so many tokens, K then V of each layer. It has
-    no layers where nothing was found.
+    no layers where nothing was found. `codec` is 0 for exact bytes, 1 where any of them have been through FP8.
     """
 
     begin: int
     tokens: int
     data: Bytes
+    codec: int = 0
 
 
 def fetch_part(
@@ -37,7 +38,7 @@ def fetch_part(
     leased = yield from plans.acquire(handle, keys, part_request(begin, end), deadline_ns)
     try:
         part: Part = yield Work(functools.partial(read_part, leased, handle.geometry, begin, end, verify=verify))
-        return part
+        return dataclasses.replace(part, codec=int(leased.codecs.max(initial=0)))
     finally:
         plans.end(leased)
 

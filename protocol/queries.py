@@ -24,7 +24,7 @@ from kvtierd.protocol.messages import (
     Tier,
 )
 from kvtierd.protocol.pending import Received
-from kvtierd.protocol.results import NO_HIT, NO_MASKS, Hit, NamespaceHandle
+from kvtierd.protocol.results import NO_HIT, NO_MASKS, Hit, NamespaceHandle, join_codecs
 from kvtierd.protocol.service import Frame
 
 NOTHING_TO_LOAD = Hit(0, NO_MASKS, load=0)
@@ -103,7 +103,13 @@ class Queries:
             return NO_HIT
         if not reply.hit:
             return NO_HIT if reply.load is None else NOTHING_TO_LOAD
-        return Hit(reply.hit, np.frombuffer(reply.tiers, np.uint8), reply.load, reply.load_ns)
+        return Hit(
+            reply.hit,
+            np.frombuffer(reply.tiers, np.uint8),
+            reply.load,
+            reply.load_ns,
+            np.frombuffer(reply.codecs, np.uint8),
+        )
 
     def lookup_many(self, handle: NamespaceHandle, keys: Sequence[Keys], deadline_ns: int) -> Plan[list[Hit]]:
         """Many lookups in one go, each of at most `max_batch` keys; their requests do not wait for one another."""
@@ -170,4 +176,5 @@ def _joined(hits: Sequence[Hit]) -> Hit:
             break
     advised = hits[0].load is not None
     masks = np.concatenate([hit.tiers for hit in hits])
-    return Hit(sum(hit.count for hit in hits), masks, load if advised else None, load_ns)
+    codecs = join_codecs([(hit.count, hit.codecs) for hit in hits])
+    return Hit(sum(hit.count for hit in hits), masks, load if advised else None, load_ns, codecs)

@@ -74,11 +74,14 @@ class LookupReply(Reply, kw_only=True, omit_defaults=True, tag="lookup_ok"):
     """`hit` blocks lead the request's keys; `tiers` has one residency mask a block: the AND of all namespaces.
 
     `load` is how many of them are worth loading, the rest being faster computed, and `load_ns` what that should take;
-    None where the client did not say how fast it computes.
+    None where the client did not say how fast it computes. `codecs` has one byte a block, a Codec of
+    kvtierd.core.stored_form: what it has been through, in any of the namespaces, where a read would take it from; empty
+    where all are exact.
     """
 
     hit: int
     tiers: bytes = b""
+    codecs: bytes = b""
     load: int | None = None
     load_ns: int = 0
 
@@ -104,12 +107,14 @@ class CommitReply(Reply, kw_only=True, omit_defaults=True, tag="commit_ok"):
 class AcquireReply(Reply, kw_only=True, omit_defaults=True, tag="acquire_ok"):
     """frames: `count` slot descriptors; layer sums, `count x layers` u64 LE. `lease` is 0 when `count` is 0.
 
-    The answer to AcquirePart is about extents in place of blocks, and has their spans as a third frame.
+    The answer to AcquirePart is about extents in place of blocks, and has their spans as a third frame. `codecs` has
+    one byte a block: what its bytes have been through before they were decoded; empty where all are exact.
     """
 
     lease: int
     count: int
     ttl_ms: int = 0
+    codecs: bytes = b""
 
 
 class PutReply(Reply, kw_only=True, omit_defaults=True, tag="put_ok"):
@@ -122,10 +127,11 @@ class PutReply(Reply, kw_only=True, omit_defaults=True, tag="put_ok"):
 
 
 class GetReply(Reply, kw_only=True, omit_defaults=True, tag="get_ok"):
-    """frames: layer sums, `count x layers` u64 LE; then one packed payload per block."""
+    """frames: layer sums, `count x layers` u64 LE; then one packed payload per block. `codecs` as in AcquireReply."""
 
     count: int
     tiers: bytes = b""
+    codecs: bytes = b""
 
 
 class CountReply(Reply, kw_only=True, omit_defaults=True, tag="count_ok"):

@@ -259,7 +259,8 @@ class SlotPlans:
             return self._no_lease(handle)
         for view in views:
             view.flags.writeable = False
-        return Leased(reply.lease, session_no, reply.count, slots, views, chunks, sums, spans)
+        codecs = np.frombuffer(reply.codecs, np.uint8)
+        return Leased(reply.lease, session_no, reply.count, slots, views, chunks, sums, spans, codecs)
 
     def _no_lease(self, handle: NamespaceHandle) -> Leased:
         sums = np.empty((0, handle.geometry.layers), np.uint64)

@@ -15,7 +15,7 @@ from kvtierd.protocol.copying import Copier
 from kvtierd.protocol.grants import acquire_request, leading, sums_of
 from kvtierd.protocol.messages import SLOT_EXISTS, Get, GetReply, Put, PutReply
 from kvtierd.protocol.queries import Queries
-from kvtierd.protocol.results import NO_MASKS, Fetched, Masks, NamespaceHandle, Stored
+from kvtierd.protocol.results import NO_MASKS, Codecs, Fetched, Masks, NamespaceHandle, Stored, join_codecs
 from kvtierd.protocol.slots import SlotPlans
 
 PIECE_BYTES = 64 << 20
@@ -116,6 +116,7 @@ class Transfers:
             out = np.empty((hit.count, handle.geometry.block_bytes), np.uint8)
         parts: list[Bytes] = []
         sources: list[Masks] = []
+        codecs: list[tuple[int, Codecs]] = []
         count, whole = 0, True
         ahead = Leases(self._slots, handle, flat, step, acquire_request()) if arena else None
         try:
@@ -127,11 +128,12 @@ class Transfers:
                 else:
                     parent = flat[count - 1].tobytes() if count else b""
                     got = yield from self._get(handle, piece, room, parent, verify=verify, deadline_ns=deadline_ns)
-                blocks, masks, whole = got
+                blocks, masks, named, whole = got
                 if not len(masks):
                     break
                 parts.append(blocks)
                 sources.append(masks)
+                codecs.append((len(masks), named))
                 count += len(masks)
         except BaseException:
             if ahead is not None:
@@ -142,25 +144,25 @@ class Transfers:
         if out is None:
             nothing = np.empty((0, handle.geometry.block_bytes), np.uint8)
             out = parts[0] if len(parts) == 1 else np.concatenate([nothing, *parts])
-        return Fetched(count, out[:count], np.concatenate([NO_MASKS, *sources]))
+        return Fetched(count, out[:count], np.concatenate([NO_MASKS, *sources]), join_codecs(codecs))
 
     def _fetch_arena(
         self, ahead: Leases, handle: NamespaceHandle, out: Bytes | None, *, verify: bool, deadline_ns: int
-    ) -> Plan[tuple[Bytes, Masks, bool]]:
+    ) -> Plan[tuple[Bytes, Masks, Codecs, bool]]:
         lease = yield from ahead.take(deadline_ns)
         if lease is None:
-            return np.empty((0, handle.geometry.block_bytes), np.uint8), NO_MASKS, False
+            return np.empty((0, handle.geometry.block_bytes), np.uint8), NO_MASKS, NO_MASKS, False
         try:
             if out is None:
                 out = np.empty((lease.count, handle.geometry.block_bytes), np.uint8)
             good = yield from self._slots.copy_out(lease, out, handle, verify=verify)
         finally:
             self._slots.release(lease.number, lease.session_no)
-        return out[:good], lease.sources[:good], good == lease.count
+        return out[:good], lease.sources[:good], lease.codecs[:good], good == lease.count
 
     def _get(
         self, handle: NamespaceHandle, keys: Keys, out: Bytes | None, parent: bytes, *, verify: bool, deadline_ns: int
-    ) -> Plan[tuple[Bytes, Masks, bool]]:
+    ) -> Plan[tuple[Bytes, Masks, Codecs, bool]]:
         received = yield from self._asking.request(
             [handle],
             lambda numbers: Get(id=0, namespace=numbers[0], parent=parent),
@@ -173,14 +175,15 @@ class Transfers:
             out = np.empty((reply.count if reply else 0, geometry.block_bytes), np.uint8)
         if reply is None or received is None:
             self._counters["lookups_missed_unavailable"] += 1
-            return out[:0], NO_MASKS, False
+            return out[:0], NO_MASKS, NO_MASKS, False
         payload = [np.frombuffer(frame, np.uint8) for frame in received[1][1:]]
         if len(payload) != reply.count or any(block.size != geometry.block_bytes for block in payload):
             raise KvtierdError(
                 f"the daemon promised {reply.count} blocks of {geometry.block_bytes} bytes and sent others"
             )
         good = yield Work(lambda: self._copy_payload(payload, out, handle, received[1], verify=verify))
-        return out[:good], np.frombuffer(reply.tiers, np.uint8)[:good], good == reply.count
+        tiers, codecs = np.frombuffer(reply.tiers, np.uint8), np.frombuffer(reply.codecs, np.uint8)
+        return out[:good], tiers[:good], codecs[:good], good == reply.count
 
     def _copy_payload(
         self, payload: list[Bytes], out: Bytes, handle: NamespaceHandle, frames: list[memoryview], *, verify: bool

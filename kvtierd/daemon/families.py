@@ -133,6 +133,18 @@ _TABLE = (
         },
     ),
     Sources(
+        Family("compressed_blocks_total", "counter", "blocks", "cold blocks taken up to be compressed, by outcome"),
+        {
+            "compressed_blocks": {"outcome": "fp8"},
+            "compress_put_off_blocks": {"outcome": "put_off"},
+            "compress_failed_blocks": {"outcome": "failed"},
+        },
+    ),
+    Sources(
+        Family("compressed_bytes_total", "counter", "bytes", "bytes of compressed blocks, before and after"),
+        {"compressed_in_bytes": {"form": "exact"}, "compressed_out_bytes": {"form": "fp8"}},
+    ),
+    Sources(
         Family("ghost_accesses", "gauge", "", "blocks used since the start, as the ghosts of each tier count them"),
         _tiers("{}_ghost_accesses"),
     ),

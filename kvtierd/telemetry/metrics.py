@@ -96,6 +96,18 @@ _ROWS = (
         )
         for source, target in _HOPS
     ),
+    Metric("compressed_blocks", "counter", "blocks that became FP8 in host, each time"),
+    Metric("compressed_in_bytes", "counter", "bytes of their exact form, padding included"),
+    Metric("compressed_out_bytes", "counter", "bytes of their FP8 form, scales, errors and padding included"),
+    Metric(
+        "compress_put_off_blocks", "counter", "cold blocks left exact because there was no room for the smaller form"
+    ),
+    Metric("compress_failed_blocks", "counter", "blocks left exact because their bytes were damaged, or by a bug"),
+    Metric("compressed_forms", "gauge", "blocks whose form in host is FP8 now"),
+    Metric("compress_relative_l2_mean", "gauge", "mean relative L2 error of all groups encoded: head, K or V, layer"),
+    Metric("compress_error_max", "gauge", "the largest error of an element over the largest magnitude of its group"),
+    Metric("decompressed_blocks", "counter", "blocks decoded on their way to a reader"),
+    Metric("decompressed_bytes", "counter", "bytes that these became"),
     # What clients did
     Metric("lookups", "counter", "lookup requests"),
     Metric("lookup_blocks", "counter", "keys asked for in them"),

@@ -144,8 +144,8 @@ class MemoryStore:
             return StorageError(f"write: {item.data.size} bytes; {shape.payload_bytes} are wanted")
         if (layer_sums(item.data, form_of(item.geometry, item.codec)) != item.sums).any():
             return CorruptionError(f"block {item.key.hex()[:16]}: its bytes do not match its layer sums")
-        extent = Extent(0, self._next_offset, shape.length)
-        self._next_offset += shape.length
+        extent = Extent(0, self._next_offset, item.data.size)
+        self._next_offset += item.data.size
         self.codecs[extent.offset] = item.codec
         self.blocks[item.namespace, item.key] = (extent, item.data.copy(), item.sums.copy())
         self.tags[extent.offset] = item.tag
@@ -158,8 +158,8 @@ class MemoryStore:
         held = self.blocks.get((item.namespace, item.key))
         if held is None or held[0].offset != item.extent.offset:
             return CorruptionError("the extent holds another block")
-        if held[0] != item.extent or self.codecs.get(held[0].offset, Codec.RAW) != item.codec:
-            return StorageError("the extent is of another length or codec than the caller believes")
+        if (stored := self.codecs.get(held[0].offset, Codec.RAW)) != item.codec or item.out.size != held[1].size:
+            return StorageError(f"the extent is of codec {stored}, not {item.codec}")
         item.out[:] = held[1]
         if (layer_sums(item.out, form_of(item.geometry, item.codec)) != held[2]).any() or block_sum(
             held[2]

@@ -23,8 +23,8 @@ from kvtierd.protocol import messages as m
 from kvtierd.protocol.service import Answer, Session
 from kvtierd.storage.interface import BlockStore
 from kvtierd.tiers.arena import Chunk
+from kvtierd.tiers.compress_forms import EXTENT
 from kvtierd.tiers.manager import TierManager
-from kvtierd.tiers.shapes import EXTENT
 from kvtierd.tiers.warm_host import Kept
 
 R = TypeVar("R")
@@ -106,10 +106,10 @@ class Rig:
         answer = self.manager.handle(session, decoded, [memoryview(frame) for frame in frames])
         return answer if isinstance(answer, Answer) else await answer
 
-    async def register(self, session: Session, namespace: Namespace | None = None) -> int:
+    async def register(self, session: Session, namespace: Namespace | None = None, *, allow_loss: bool = False) -> int:
         """Register a namespace, by default one of SHAPE."""
         known = namespace or Namespace(model="test", geometry=SHAPE)
-        reply = (await self.call(session, m.RegisterNamespace(id=1, namespace=known))).reply
+        reply = (await self.call(session, m.RegisterNamespace(id=1, namespace=known, allow_loss=allow_loss))).reply
         assert isinstance(reply, m.NamespaceReply)
         return reply.namespace
 
@@ -187,7 +187,10 @@ class Rig:
         used = np.arange(table.used_rows, dtype=np.int32)
         used = used[table.namespace[used] != NO_NAMESPACE]
         scattered = copies.shapes.scattered(used)
-        for row in used[scattered].tolist():
+        coded = copies.shapes.forms.mask(used)
+        assert not (coded & ~scattered).any(), "a block has a compressed form and is not in host by it alone"
+        assert int(np.count_nonzero(coded)) == copies.shapes.forms.count, "compressed forms are counted wrong"
+        for row in used[scattered & ~coded].tolist():
             tokens = copies.namespaces[int(table.namespace[row])].geometry.block_size
             pieces = copies.shapes.pieces(np.array([row], np.int32), tokens, 0, tokens)
             assert pieces[:, 1].sum() == tokens, "the extents of a block are not all of it"

@@ -16,7 +16,7 @@ from kvtierd.core.units import PAGE_BYTES
 from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME, TIERS, Tier
 from kvtierd.storage.interface import Extent
-from kvtierd.storage.layout import block_header_bytes
+from kvtierd.storage.layout import block_shape
 from kvtierd.telemetry.metrics import METRICS
 from kvtierd.tiers.absences import Absences
 from kvtierd.tiers.blocks import GONE, PREFETCHED, READ_BACK, RESIDENT, Blocks, Rows
@@ -170,7 +170,7 @@ class Copies:
         """Where a row lies on disk."""
         table = self.blocks.table
         offset = int(table.extent_page[row]) * PAGE_BYTES
-        length = block_header_bytes(entry.geometry.layers) + entry.geometry.slot_bytes
+        length = block_shape(entry.geometry, self.shapes.forms.nvme_codec(row)).length
         return Extent(int(table.segment[row]), offset, length)
 
     def keep_elsewhere(self, rows: Rows, tier: Tier) -> Rows:

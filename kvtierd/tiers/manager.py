@@ -23,6 +23,8 @@ from kvtierd.storage.interface import BlockStore
 from kvtierd.tiers.admin import Admin
 from kvtierd.tiers.attend import Attention
 from kvtierd.tiers.blocks import Blocks
+from kvtierd.tiers.compress import Compressor
+from kvtierd.tiers.compress_loss import forget_lossy
 from kvtierd.tiers.copies import Copies, EventSink
 from kvtierd.tiers.demand import Demand
 from kvtierd.tiers.gpu_tier import GpuTier
@@ -98,12 +100,16 @@ class TierManager:
             host_mark=settings.host.watermark,
             gpu_mark=settings.kv_cache_config.gpu_watermark,
         )
+        self._compressor = Compressor(
+            self._room, self._workers, self._demand, settings.kv_cache_config.compression, clock
+        )
         self._write_behind: WriteBehind | None = None
         self._offload: Offload | None = None
         if store is not None:
             # Queued blocks are held in host: were the queue as large as the tier, a slow disk would stop all stores.
             limit = min(settings.nvme.write_queue_bytes, settings.host.capacity // 2)
             self._write_behind = WriteBehind(self.copies, store, limit, clock)
+            self._write_behind.compressor = self._compressor
             self._offload = Offload(self.copies, self._write_behind, settings.nvme, settings.max_blocks, clock, secret)
             self.on_disk = OnDisk(self.copies, store, tenant, self._demand, self._offload)
         self._speeds = Speeds(clock)
@@ -203,6 +209,7 @@ class TierManager:
         await self._room.close()
         await self._warm.close()
         await self._shaping.close()
+        await self._compressor.close()
         await self._reads.prefetcher.close()
         await self._onboarder.close()
         await self._attention.close()
@@ -270,7 +277,7 @@ class TierManager:
         }
         store = {f"nvme_{name}": value for name, value in self._store.stats().items()} if self._store else {}
         more = {name: value for report in self.reports for name, value in report().items()}
-        gauges |= copies.shapes.stats() | copies.blocks.long.stats() | self._warm.stats()
+        gauges |= copies.shapes.stats() | copies.blocks.long.stats() | self._warm.stats() | self._compressor.stats()
         return {**gauges, **copies.tier_counts(), **store, **copies.counters, **more}
 
     def _table(self) -> dict[type, Handler]:
@@ -300,7 +307,9 @@ class TierManager:
             m.Stats: lambda *_: Answer(m.StatsReply(id=0, stats=self.stats())),
         }
 
-    def _register(self, session: Session, request: m.RegisterNamespace, frames: Sequence[memoryview]) -> Answer:
+    def _register(
+        self, session: Session, request: m.RegisterNamespace, frames: Sequence[memoryview]
+    ) -> Answer | Awaitable[Answer]:
         need_frames(frames, 0)
         shape = request.namespace.geometry
         if request.block_bytes not in {0, shape.block_bytes}:
@@ -325,6 +334,9 @@ class TierManager:
             slot_bytes=shape.slot_bytes,
             layer_stride=shape.layer_stride,
         )
+        if not entry.allow_loss and self.copies.shapes.forms.is_lossy(entry.number):
+            bury = self._write_behind.kick if self._write_behind else None
+            return forget_lossy(self.copies, entry, Answer(reply), bury)
         return Answer(reply)
 
     async def _tick(self) -> None:
@@ -336,6 +348,7 @@ class TierManager:
             self._sequences.expire(now_ns)
             self._room.keep_watermarks()
             self._shaping.step(now_ns)
+            self._compressor.step()
 
 
 def _pinned_max(settings: Settings) -> int:

@@ -40,3 +40,7 @@ class Move:
     done: asyncio.Future[None]
     scattered: list[HeldPiece] = dataclasses.field(default_factory=list)
     """What it gathers from extents of other sizes, held likewise."""
+    lossy: npt.NDArray[np.bool_] = dataclasses.field(default_factory=lambda: np.zeros(0, np.bool_))
+    """Which of the blocks have been through FP8 where it takes them from, [n]."""
+    errors: dict[int, npt.NDArray[np.float32]] = dataclasses.field(default_factory=dict)
+    """What encoding had lost of those that are decoded, by their place in the move."""

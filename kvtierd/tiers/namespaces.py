@@ -22,6 +22,9 @@ class NamespaceEntry:
     namespace: Namespace
     tenant: str
     allow_loss: bool
+    """Whether every client that registered it allowed loss; not while none has, after a restart."""
+    decided: bool = True
+    """Whether a client has registered it in this life of the daemon."""
 
     @property
     def geometry(self) -> Geometry:
@@ -38,20 +41,28 @@ class NamespaceTable:
         self.on_change: Callable[[NamespaceEntry], None] = lambda _entry: None
         """Told of an entry that is new, or has changed."""
 
-    def register(self, tenant: str, namespace: Namespace, *, allow_loss: bool) -> NamespaceEntry:
-        """Find or make the entry. Loss stays forbidden once one client forbade it; RequestError `busy` when full."""
+    def register(self, tenant: str, namespace: Namespace, *, allow_loss: bool | None) -> NamespaceEntry:
+        """Find or make the entry. Loss stays forbidden once one client forbade it; RequestError `busy` when full.
+
+        `allow_loss` is None where no client speaks: blocks of it were found on disk.
+        """
         digest = namespace.digest()
         known = self._by_digest.get((tenant, digest))
         if known is not None:
-            if known.allow_loss and not allow_loss:
-                known.allow_loss = False
-                self.on_change(known)
+            if allow_loss is not None:
+                before = known.allow_loss
+                known.allow_loss = allow_loss and (known.allow_loss or not known.decided)
+                known.decided = True
+                if known.allow_loss != before:
+                    self.on_change(known)
             return known
         if len(self.entries) >= MAX_NAMESPACES:
             raise RequestError(
                 ErrorCode.BUSY, f"{MAX_NAMESPACES} namespaces are in use; restart the daemon to forget old ones"
             )
-        entry = NamespaceEntry(len(self.entries), digest, namespace, tenant, allow_loss)
+        entry = NamespaceEntry(
+            len(self.entries), digest, namespace, tenant, bool(allow_loss), decided=allow_loss is not None
+        )
         self.entries.append(entry)
         self._by_digest[tenant, digest] = entry
         self.on_change(entry)

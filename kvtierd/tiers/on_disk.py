@@ -40,7 +40,7 @@ class OnDisk:
         for space, places in zip(spaces.tolist(), np.split(order, begins)[1:], strict=True):
             try:
                 namespace = found.namespaces[found.digests[space]]
-                entry = self._copies.namespaces.register(self._tenant, namespace, allow_loss=False)
+                entry = self._copies.namespaces.register(self._tenant, namespace, allow_loss=None)
             except RequestError as error:  # more than fit: that must not keep the daemon from starting
                 _log.warning("recovery: %d blocks are left out: %s", places.size, error)
                 found.dropped += places.size
@@ -51,6 +51,7 @@ class OnDisk:
             table.segment[rows] = found.extents.segment[mine]
             table.extent_page[rows] = found.extents.page[mine]
             table.block_sum[rows] = found.block_sums[mine]
+            self._copies.shapes.forms.stored(rows, found.codecs[mine], found.block_sums[mine])
             kept.append(mine)
             kept_rows.append(rows)
         if kept_rows:

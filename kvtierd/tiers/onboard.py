@@ -15,9 +15,10 @@ from kvtierd.core.checksum import block_sum, layer_sums
 from kvtierd.core.errors import CorruptionError, ErrorCode, RequestError, StorageError
 from kvtierd.core.token_spans import clear_padding, copy_tokens, of_tokens
 from kvtierd.gpu.slot_pool import SlotClass, Slots
-from kvtierd.protocol.messages import TIER_GPU
+from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME
 from kvtierd.storage.interface import BlockStore, ReadItem
 from kvtierd.tiers.blocks import PREFETCHED, READ_BACK, Rows
+from kvtierd.tiers.compress_reads import Decoder
 from kvtierd.tiers.moves import Arrival, Move
 from kvtierd.tiers.namespaces import NamespaceEntry
 from kvtierd.tiers.room import Room
@@ -41,6 +42,7 @@ class Onboarder:
         self._room = room
         self._store = store
         self._workers = workers
+        self._decoder = Decoder(room.copies, workers)
         self._speeds = speeds
         self._arriving: dict[int, Arrival] = {}
         self._inflight_max = inflight_max
@@ -168,18 +170,23 @@ class Onboarder:
         """Plan the jobs and start them. What they read from is settled and held now: they begin in a later turn."""
         self._copies.blocks.begin_move(rows)
         self._copies.absences.back(rows)
-        scattered = self._copies.shapes.scattered(rows)
+        forms, scattered = self._copies.shapes.forms, self._copies.shapes.scattered(rows)
+        coded = forms.mask(rows)
         from_gpu = ((self._copies.blocks.residency(rows) & TIER_GPU) != 0) & ~scattered
         waits: set[asyncio.Future[None]] = set()
-        for chosen, run in (
-            (scattered, self._from_extents),
-            (from_gpu, self._from_gpu),
-            (~(from_gpu | scattered), self._from_nvme),
+        for chosen, run, tier in (
+            (scattered & ~coded, self._from_extents, TIER_HOST),
+            (coded, self._from_compressed, TIER_HOST),
+            (from_gpu, self._from_gpu, TIER_GPU),
+            (~(from_gpu | scattered), self._from_nvme, TIER_NVME),
         ):
             places = np.flatnonzero(chosen)
             for begin in range(0, places.size, PIECE_BLOCKS):
                 piece = places[begin : begin + PIECE_BLOCKS]
                 move = self._plan(entry, cls, rows[piece], slots[piece], gpu=run == self._from_gpu)
+                move.lossy = forms.in_tier(move.rows, tier)
+                if run == self._from_compressed:
+                    self._decoder.hold(move)
                 if run == self._from_extents:
                     move.scattered = self._copies.shapes.hold(move.rows)
                 task = asyncio.create_task(run(move))
@@ -212,19 +219,8 @@ class Onboarder:
         on_disk = np.flatnonzero(table.segment[move.rows] >= 0)
         try:
             if store is not None and on_disk.size:
-                items = [
-                    ReadItem(
-                        entry.digest,
-                        table.key[move.rows[i]].tobytes(),
-                        entry.geometry,
-                        copies.extent(int(move.rows[i]), entry),
-                        int(table.block_sum[move.rows[i]]),
-                        copies.host.view(move.cls, int(move.slots[i])),
-                        move.sums[i],
-                    )
-                    for i in on_disk.tolist()
-                ]
-                errors = await self._read(store, items)
+                items = [self._decoder.item(move, i) for i in on_disk.tolist()]
+                errors = await self._decoder.finish(move, on_disk, items, await self._read(store, items))
                 for i, error in zip(on_disk.tolist(), errors, strict=True):
                     move.good[i] = error is None
                     if error is not None:
@@ -244,6 +240,12 @@ class Onboarder:
         finally:
             hop.end(moved)
         return errors
+
+    async def _from_compressed(self, move: Move) -> None:
+        try:
+            await self._decoder.from_host(move)
+        finally:
+            self._land(move)
 
     async def _from_gpu(self, move: Move) -> None:
         copies, gpu = self._copies, self._copies.gpu
@@ -283,7 +285,7 @@ class Onboarder:
                 view = copies.host.view(move.cls, slot)
                 clear_padding(view, geometry)
                 layer_sums(view, geometry, move.sums[i])
-                move.good[i] = block_sum(move.sums[i]) == int(copies.blocks.table.block_sum[move.rows[i]])
+                move.good[i] = block_sum(move.sums[i]) == copies.shapes.forms.host_sum(int(move.rows[i]))
 
         try:
             await self._workers.run(gather)
@@ -299,8 +301,9 @@ class Onboarder:
     def _land(self, move: Move) -> None:
         """End a move: what arrived whole becomes host copies, the rest orphans that go with their last hold."""
         copies, cls = self._copies, move.cls
-        kept = move.good & copies.blocks.live(move.rows)
+        kept = move.good & copies.blocks.live(move.rows) & (~move.lossy | move.entry.allow_loss)
         if kept.any():
+            self._decoder.landed(move, kept)
             copies.host.set_sums(cls, move.slots[kept], move.sums[kept])
             copies.add_host(cls, move.rows[kept], move.slots[kept])
         if not kept.all():
@@ -343,6 +346,7 @@ class Onboarder:
             if kept.any():
                 gpu.set_sums(gpu_cls, slots[kept], copies.host.sums_of(host_cls, sources[kept]))
                 copies.add_gpu(gpu_cls, rows[kept], slots[kept])
+                copies.shapes.forms.raised(rows[kept])
             copies.blocks.end_move(rows)
             gpu.release(gpu_cls, slots)
         return int(slots.size)

@@ -94,7 +94,7 @@ class Reads:
         if not frames:
             raise RequestError(ErrorCode.BAD_ARGUMENT, "a lookup names no namespace")
         blocks, counters = self._copies.blocks, self._copies.counters
-        masks, asked = None, frames[0].nbytes
+        masks, asked, codecs = None, frames[0].nbytes, b""
         advised = request.prefill_tokens_per_s != 0
         parts: list[tuple[NamespaceEntry, Masks]] = []
         for number, frame in zip(request.namespaces, frames, strict=True):
@@ -106,7 +106,8 @@ class Reads:
             keys = keys_of(frame)
             if masks is not None:
                 keys = keys[: masks.size]
-            found = blocks.residency(blocks.find_prefix(keys, entry.number))
+            rows = blocks.find_prefix(keys, entry.number)
+            found, codecs = blocks.residency(rows), self._copies.shapes.forms.codecs_of(rows, codecs)
             masks = found if masks is None else masks[: found.size] & found
             if advised:
                 parts.append((entry, found))
@@ -114,7 +115,7 @@ class Reads:
         counters["lookups"] += 1
         counters["lookup_blocks"] += asked // 32
         counters["lookup_hit_blocks"] += masks.size
-        reply = LookupReply(id=0, hit=masks.size, tiers=masks.tobytes())
+        reply = LookupReply(id=0, hit=masks.size, tiers=masks.tobytes(), codecs=codecs)
         if advised:
             self._advise(reply, parts, request.prefill_tokens_per_s)
         return Answer(reply)
@@ -162,7 +163,7 @@ class Reads:
         good = 0
         self._speeds.host.begin()
         try:
-            sums = self._copies.host.sums_of(cls, slots)
+            sums, codecs = self._copies.host.sums_of(cls, slots), self._copies.shapes.forms.codecs_in(slots)
             payload = np.empty((slots.size, shape.block_bytes), np.uint8)
             good = await self._workers.run(lambda: copy_whole(self._copies.host, cls, slots, sums, shape, payload))
         finally:
@@ -171,7 +172,8 @@ class Reads:
         self._drop_bad(entry, rows, slots, good)
         frames_out = [sums[:good].tobytes(), *(payload[i].data for i in range(good))]
         # The payload is this answer's own and never changes: ZeroMQ may send it from where it lies.
-        return Answer(GetReply(id=0, count=good, tiers=sources[:good].tobytes()), frames_out, on_sent=lambda: None)
+        reply = GetReply(id=0, count=good, tiers=sources[:good].tobytes(), codecs=codecs[:good])
+        return Answer(reply, frames_out, on_sent=lambda: None)
 
     def prefetch(self, session: Session, request: Prefetch, frames: Frames) -> Answer | Awaitable[Answer]:
         """Bring the leading run towards a tier, in the background unless the client waits."""
@@ -318,10 +320,9 @@ class Reads:
         self._copies.host.describe(cls, slots, descriptors)
         descriptors["source"] = sources[: slots.size]
         self._copies.counters["acquired_blocks"] += slots.size
-        sums = self._copies.host.sums_of(cls, slots)
-        return Answer(
-            AcquireReply(id=0, lease=lease.id, count=slots.size, ttl_ms=ttl_ms), [descriptors.tobytes(), sums.tobytes()]
-        )
+        sums, codecs = self._copies.host.sums_of(cls, slots), self._copies.shapes.forms.codecs_in(slots)
+        reply = AcquireReply(id=0, lease=lease.id, count=slots.size, ttl_ms=ttl_ms, codecs=codecs)
+        return Answer(reply, [descriptors.tobytes(), sums.tobytes()])
 
     def _lease(self, session: Session, number: int) -> Lease:
         lease = self.leases.get(number, session.id)

@@ -27,13 +27,12 @@ from kvtierd.index.hybrid import EXTENT_GRANULES_MAX, HybridIndex
 from kvtierd.index.memory import reserve
 from kvtierd.protocol.messages import TIER_HOST
 from kvtierd.tiers.blocks import GONE, Blocks, Rows
+from kvtierd.tiers.compress_forms import EXTENT, Forms
 from kvtierd.tiers.host_tier import HostTier
 from kvtierd.tiers.namespaces import NamespaceTable
 
 KNOWN = 16
 """Mark of a block: it has a span in the hybrid index."""
-EXTENT = 32
-"""Mark of a row that is no block, but an extent."""
 
 GRANULES = 1 << 18
 """Granules of all known blocks: 16 M tokens, 7 MiB when they are all in use."""
@@ -70,6 +69,8 @@ class Shapes:
         """Row of the block that has a span, by its first granule, plus one."""
         self._free = HierarchicalBitmap(granules)
         self._granules = granules
+        self.forms = Forms(blocks, host)
+        """Blocks that lie in host in a compressed form; of those nothing is known here."""
         self.known = 0
         self.extents = 0
         blocks.on_free = self._freed
@@ -115,7 +116,7 @@ class Shapes:
         return np.where(other, self._table.extent_page[places], block_tokens).astype(np.int64)
 
     def scattered(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Which blocks are in host, but not in a slot of their own."""
+        """Which blocks are in host, but not in a slot of their own: in extents, or in a compressed form."""
         inside: npt.NDArray[np.bool_] = (self._table.flags[rows] & TIER_HOST != 0) & (self._table.host_slot[rows] < 0)
         return inside
 
@@ -153,6 +154,7 @@ class Shapes:
 
         Of any namespaces.
         """
+        self.forms.gather(rows)
         if not self.known:
             return
         for row in rows[(self._table.marks[rows] & KNOWN) != 0].tolist():
@@ -191,11 +193,12 @@ class Shapes:
 
         Rows of extents among them have lost their slots when this returns.
         """
+        rows, bare = self.forms.evicted(rows)
         if not self.extents:
-            return rows, rows[:0]
+            return rows, bare
         kind = self._table.marks[rows] & EXTENT
         if not np.count_nonzero(kind):
-            return rows, rows[:0]
+            return rows, bare
         lost: list[int] = []
         for row in rows[kind != 0].tolist():
             blocks = self.blocks_in(row)
@@ -203,13 +206,19 @@ class Shapes:
             lost += blocks[self.scattered(blocks)].tolist()
         gone = np.unique(np.array(lost, np.int32))
         self._blocks.unmark(gone, TIER_HOST)
-        return rows[kind == 0], gone
+        return rows[kind == 0], np.concatenate([gone, bare])
 
     def blocks_in(self, row: int) -> Rows:
         """Rows of the blocks that lie in an extent, in order."""
         named = self._table.key[row].copy().view(np.int32)
         blocks: Rows = named[named >= 0]
         return blocks
+
+    def blocks_at(self, place: int) -> Rows:
+        """Rows of the blocks that lie at a place: in an extent, or the block itself."""
+        if self._table.marks[place] & EXTENT:
+            return self.blocks_in(place)
+        return np.array([place], np.int32)
 
     def granule_of(self, row: int) -> int:
         """First granule of a known block's span."""
@@ -270,13 +279,16 @@ class Shapes:
     def residency(self, rows: Rows) -> npt.NDArray[np.uint8]:
         """For rows of extents: in host, and wherever all of their blocks are; 0 for those of blocks. [n]"""
         masks = np.zeros(rows.size, np.uint8)
-        for i in np.flatnonzero(self._table.marks[rows] & EXTENT).tolist():
+        self.forms.residency(rows, masks)
+        others = ((self._table.marks[rows] & EXTENT) != 0) & (masks == 0)
+        for i in np.flatnonzero(others).tolist():
             blocks = self.blocks_in(int(rows[i]))
             masks[i] = np.bitwise_and.reduce(self._blocks.residency(blocks)) | TIER_HOST
         return masks
 
     def tell_copied(self, rows: Rows) -> None:
         """Copies of blocks in other tiers came or went: tell host's policy which of their extents are elsewhere too."""
+        self.forms.tell_copied(rows)
         if not self.extents:
             return
         places = np.concatenate(
@@ -291,6 +303,7 @@ class Shapes:
 
     def _freed(self, rows: Rows) -> None:
         """Rows of the block table are about to be given back."""
+        self.forms.freed(rows)
         if self.known:
             for row in rows[(self._table.marks[rows] & KNOWN) != 0].tolist():
                 self.unknow(row)

@@ -19,6 +19,7 @@ from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.storage.interface import BlockStore, DegradedError, Extent, WriteItem
 from kvtierd.tiers.blocks import OFFLOADING, RETURNED, Rows
+from kvtierd.tiers.compress import Compressor, Encoded
 from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.namespaces import NamespaceEntry
 
@@ -53,6 +54,8 @@ class WriteBehind:
     def __init__(self, copies: Copies, store: BlockStore, limit_bytes: int, clock: Clock) -> None:
         self._copies = copies
         self._clock = clock
+        self.compressor: Compressor | None = None
+        """Makes cold blocks smaller before they are written."""
         self.failed_ns = -(1 << 62)
         """When the disk last refused a block."""
         self._store = store
@@ -184,6 +187,9 @@ class WriteBehind:
 
     async def _write(self, batch: _Batch) -> None:
         copies, table, entry = self._copies, self._copies.blocks.table, batch.entry
+        compressor, encoded = self.compressor, None
+        if compressor is not None:
+            encoded = await compressor.before_offload(entry, batch.cls, batch.rows, batch.slots)
         sums = copies.host.sums_of(batch.cls, batch.slots)
         alive = copies.blocks.live(batch.rows)
         keys = table.key[batch.rows]
@@ -192,6 +198,10 @@ class WriteBehind:
             for i, (row, slot) in enumerate(zip(batch.rows.tolist(), batch.slots.tolist(), strict=True))
             if alive[i]
         ]
+        if compressor is not None and encoded is not None:
+            items = [
+                compressor.item(encoded, i, item) for i, item in zip(np.flatnonzero(alive).tolist(), items, strict=True)
+            ]
         outcome: list[Extent | StorageError] = []
         try:
             outcome = await self._store.write(items)
@@ -201,15 +211,17 @@ class WriteBehind:
             done: list[Extent | StorageError | None] = [None] * batch.rows.size
             for i, result in zip(np.flatnonzero(alive).tolist(), outcome, strict=False):
                 done[i] = result
-            await self._finish(batch, done)
+            await self._finish(batch, done, encoded)
 
-    async def _finish(self, batch: _Batch, outcome: list[Extent | StorageError | None]) -> None:
+    async def _finish(
+        self, batch: _Batch, outcome: list[Extent | StorageError | None], encoded: Encoded | None = None
+    ) -> None:
         """Take note of what was written, end the holds, and wake whoever waits for it."""
         copies, entry = self._copies, batch.entry
         corrupt: list[int] = []
-        for row, result in zip(batch.rows.tolist(), outcome, strict=False):
+        for i, (row, result) in enumerate(zip(batch.rows.tolist(), outcome, strict=False)):
             if isinstance(result, Extent):
-                self._written(entry, row, result)
+                self._written(entry, row, result, encoded.total(i) if encoded is not None else None)
             elif isinstance(result, CorruptionError):
                 _log.error("host tier: %s; the block is dropped", result, extra=copies.log_fields(row, "host"))
                 copies.counters["host_corrupt_blocks"] += 1
@@ -226,6 +238,8 @@ class WriteBehind:
         if rows.size:
             copies.forget(entry, rows)
         self._end_move(batch.rows)
+        if encoded is not None:
+            copies.host.release(encoded.cls, encoded.slots[encoded.slots >= 0])
         copies.host.release(batch.cls, batch.slots)
         self.waiting_bytes -= batch.size_bytes
         self._unfinished.discard(batch.number)
@@ -233,16 +247,19 @@ class WriteBehind:
         async with self._moved:
             self._moved.notify_all()
 
-    def _written(self, entry: NamespaceEntry, row: int, extent: Extent) -> None:
+    def _written(self, entry: NamespaceEntry, row: int, extent: Extent, total: int | None) -> None:
+        """A block lies on disk; `total` is the block sum of its compressed form, None for the exact one."""
         copies = self._copies
         copies.counters["offloaded_blocks"] += 1
         copies.counters["offloaded_bytes"] += extent.length
         if copies.blocks.table.marks.item(row) & RETURNED:
             copies.counters["offloaded_again_bytes"] += extent.length
-        if copies.blocks.live(np.array([row], np.int32))[0]:
+        wanted = total is None or entry.allow_loss
+        if wanted and copies.blocks.live(np.array([row], np.int32))[0]:
+            copies.shapes.forms.stored_one(row, total)
             copies.add_nvme(row, extent)
             return
-        # Deleted while it was being written: what reached the disk must not come back after a restart.
+        # Deleted, or loss forbidden, while it was being written: what reached the disk must not come back.
         key = copies.blocks.table.key[row].tobytes()
         copies.dead_extents.append((entry.digest, key, extent))
         self._wake.set()

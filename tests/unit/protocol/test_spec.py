@@ -161,6 +161,7 @@ def test_a_message_survives_the_wire_and_fields_that_it_does_not_know(kind: type
         "token": b"t" * 16,
         "resume": b"r" * 16,
         "tiers": ["gpu"] if kind is messages.Purge else b"\1\2",
+        "codecs": b"\0\1",
         "code": ErrorCode.BUSY,
         "stats": {"blocks": 3, "mode": "o_direct"},
         "tier": "gpu",
