@@ -175,8 +175,8 @@ class MemoryStore:
         held = self.blocks.get((item.namespace, item.key))
         if held is None or held[0].offset != item.extent.offset:
             return StorageError(f"block {item.key.hex()[:16]} is no longer there")
-        if held[0] != item.extent or self.codecs.get(held[0].offset, Codec.RAW) != item.codec:
-            return StorageError("the extent is of another length or codec than the caller believes")
+        if (stored := self.codecs.get(held[0].offset, Codec.RAW)) != item.codec:
+            return StorageError(f"the extent is of codec {stored}, not {item.codec}")
         shape = form_of(item.geometry, item.codec)
         begin = item.layer * shape.layer_stride
         item.out[:] = held[1][begin : begin + shape.layer_stride]

@@ -17,6 +17,7 @@ from kvtierd.tiers.attend_places import Numbers, Place, places_of
 from kvtierd.tiers.attend_ring import StagingRing
 from kvtierd.tiers.attend_stream import Job
 from kvtierd.tiers.blocks import READ_BACK
+from kvtierd.tiers.compress_layers import LayerDecoder
 from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.sequences import OpenedSequence
 from kvtierd.tiers.shapes import HeldPiece
@@ -35,6 +36,7 @@ class PartFetcher:
         self._store = store
         self._workers = workers
         self._ring = ring
+        self._decoder = LayerDecoder(copies, workers)
 
     async def fetch(self, sequence: OpenedSequence, layer: int, job: Job) -> Errors:
         """Bring the parts of a job; None for each that came whole."""
@@ -43,6 +45,7 @@ class PartFetcher:
         for place, bring in (
             (Place.NVME, self._from_nvme),
             (Place.SCATTERED, self._from_extents),
+            (Place.COMPRESSED, self._from_compressed),
             (Place.HOST, self._from_host),
             (Place.GPU, self._from_gpu),
             (Place.GPU_ONLY, self._from_gpu),
@@ -71,26 +74,28 @@ class PartFetcher:
     async def _from_nvme(self, sequence: OpenedSequence, layer: int, numbers: Numbers, views: list[Bytes]) -> Errors:
         assert self._store is not None
         copies, entry, table = self._copies, sequence.entry, self._copies.blocks.table
-        sums = sequence.sums[numbers]
+        forms, sums = copies.shapes.forms, sequence.sums[numbers]
         rows = sequence.rows[numbers].tolist()
-        known = sequence.known[numbers].tolist()
+        exact = forms.lossy[sequence.rows[numbers]] == 0  # others may be on disk with other bytes than before
+        known = (sequence.known[numbers] & exact).tolist()
         items = [
             LayerItem(
                 entry.digest,
                 table.key[row].tobytes(),
                 entry.geometry,
                 copies.extent(row, entry),
-                int(table.block_sum[row]),
+                forms.nvme_sum(row),
                 layer,
-                views[i],
+                self._decoder.view(entry, row, views[i]),
                 sums[i],
                 known[i],
+                forms.nvme_codec(row),
             )
             for i, row in enumerate(rows)
         ]
-        errors = await self._store.read_layers(items)
+        errors = await self._decoder.read(items, views, await self._store.read_layers(items))
         good = np.array([error is None for error in errors])
-        sequence.sums[numbers[good]], sequence.known[numbers[good]] = sums[good], True
+        sequence.sums[numbers[good]], sequence.known[numbers[good]] = sums[good], exact[good]
         copies.blocks.mark_as(sequence.rows[numbers[good]], READ_BACK)
         for row, item, error in zip(rows, items, errors, strict=True):
             if error is not None:
@@ -125,6 +130,11 @@ class PartFetcher:
         finally:
             self._copies.shapes.release(held)
         return [None] * numbers.size
+
+    async def _from_compressed(
+        self, sequence: OpenedSequence, layer: int, numbers: Numbers, views: list[Bytes]
+    ) -> Errors:
+        return await self._decoder.from_host(sequence.entry, sequence.rows[numbers], layer, views)
 
     async def _from_host(self, sequence: OpenedSequence, layer: int, numbers: Numbers, views: list[Bytes]) -> Errors:
         """Copy out of host slots that blocks have got meanwhile."""

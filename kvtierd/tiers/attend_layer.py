@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtierd.core.errors import CorruptionError, ErrorCode, RequestError, StorageError
 from kvtierd.gpu.attend import Array, AttentionDevice, Partial
 from kvtierd.gpu.attend import Blocks as Parts
 from kvtierd.gpu.slot_pool import Slots
+from kvtierd.protocol.messages import TIER_GPU, TIER_HOST
 from kvtierd.storage.interface import DiskError
 from kvtierd.tiers.attend_places import LayerForm, Numbers, Place, places_of
 from kvtierd.tiers.attend_request import LayerQuery
@@ -32,6 +34,21 @@ class Tally:
     parts: collections.Counter[Place] = dataclasses.field(default_factory=collections.Counter)
     nvme_bytes: int = 0
     lossy: set[int] = dataclasses.field(default_factory=set)
+
+    def note_lossy(
+        self, copies: Copies, sequence: OpenedSequence, numbers: Numbers, places: npt.NDArray[np.uint8] | None = None
+    ) -> None:
+        """Of these blocks, those of which a copy that has been through FP8 was used, or may have been.
+
+        `places` are where they are computed; None where they were brought, from whichever copy they have.
+        """
+        rows, forms = sequence.rows[numbers], copies.shapes.forms
+        if not forms.seen or not rows.size:
+            return
+        tiers = copies.blocks.residency(rows)
+        if places is not None:
+            tiers = np.where(places == Place.GPU, TIER_GPU, TIER_HOST).astype(np.uint8)
+        self.lossy.update(numbers[(forms.lossy[rows] & tiers) != 0].tolist())
 
 
 class Owner(Protocol):
@@ -125,6 +142,7 @@ class LayerWork:
         for tier in (Place.GPU, Place.HOST):
             self._tally.parts[tier] += int(np.count_nonzero(place == tier))
         mine = numbers[here]
+        self._tally.note_lossy(self._copies, sequence, mine, place[here])
         parts = self._form.in_slots(addresses[here], sequence.codecs[mine], mine, self._tokens(mine), place[here])
         return parts, numbers[~here]
 
@@ -154,6 +172,7 @@ class LayerWork:
             parts = self._form.of_parts(begins, codecs, numbers, self._tokens(numbers), Place.NVME)
             for piece in self._pieces(parts):
                 await self._owner.run(piece)
+            self._tally.note_lossy(self._copies, self._sequence, numbers)
             self._left -= numbers.size
             self._tally.parts[Place.NVME] += numbers.size
             self._tally.nvme_bytes += numbers.size * stream.part_bytes

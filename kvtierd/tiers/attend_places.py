@@ -37,6 +37,8 @@ class Place(enum.IntEnum):
     """In a gpu slot that the processor cannot read."""
     NVME = 4
     NOWHERE = 5
+    COMPRESSED = 6
+    """In host, in FP8."""
 
 
 def places_of(copies: Copies, rows: Rows) -> npt.NDArray[np.uint8]:
@@ -49,6 +51,7 @@ def places_of(copies: Copies, rows: Rows) -> npt.NDArray[np.uint8]:
     if not reachable:
         found[in_gpu] = Place.GPU_ONLY
     found[copies.shapes.scattered(rows)] = Place.SCATTERED
+    found[copies.shapes.forms.mask(rows)] = Place.COMPRESSED
     found[table.host_slot[rows] >= 0] = Place.HOST
     if reachable:
         found[in_gpu] = Place.GPU

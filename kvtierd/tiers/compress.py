@@ -47,12 +47,17 @@ SECOND_NS = 1_000_000_000
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Encoded:
-    """What became of a batch: block i of it lies in compressed form in held slot `slots[i]`, -1 where it does not."""
+    """What became of a batch: block i of it lies in compressed form in held slot `slots[i]`, -1 where it does not.
+
+    Those `withheld` have been through FP8 before and could not be encoded now: written as they are, they would pass for
+    exact ones.
+    """
 
     entry: NamespaceEntry
     cls: SlotClass
     slots: Slots
     sums: Sums
+    withheld: npt.NDArray[np.bool_]
 
     def total(self, index: int) -> int | None:
         """Block sum of a block's compressed form; None where it has none."""
@@ -102,24 +107,22 @@ class Compressor:
     async def before_offload(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, slots: Slots) -> Encoded | None:
         """Compress what is cold of a batch that is about to be written, whose exact slots are held once by the caller.
 
-        The compressed slots come with a hold each, which the caller ends. None where nothing was compressed; a block
-        that is not is to be written as it is. Raises nothing: whatever goes wrong here costs the compression alone.
+        The compressed slots come with a hold each, which the caller ends. None where nothing was to be compressed; a
+        block that is not is to be written as it is. Raises nothing: whatever goes wrong here costs the compression.
         """
-        if not self.settings.enabled or not self._may(entry):
+        if not self._may(entry):
             return None
-        chosen = np.flatnonzero(
-            self._may_be_compressed(rows, slots) & (self._demand.heat(rows) < self.settings.threshold)
-        )
-        if not chosen.size:
+        decoded = self._copies.shapes.forms.in_tier(rows, TIER_HOST)
+        wanted = self._demand.heat(rows) < self.settings.threshold if self.settings.enabled else decoded
+        chosen = np.flatnonzero((wanted | decoded) & self._may_be_compressed(rows, slots))
+        if not chosen.size and not decoded.any():
             return None
         cls_for = self._class_of(entry)
         new = self._room.take_host(cls_for, chosen.size)
         self._copies.counters["compress_put_off_blocks"] += chosen.size - new.size
         chosen = chosen[: new.size]
-        if not new.size:
-            return None
         nowhere, nothing = np.full(rows.size, NO_SLOT, np.int32), np.zeros((rows.size, cls.layers), np.uint64)
-        found = Encoded(entry, cls_for, nowhere, nothing)
+        found = Encoded(entry, cls_for, nowhere, nothing, decoded)
         good = np.zeros(new.size, np.bool_)
         try:
             good, found.sums[chosen] = await self._encode(entry, cls, rows[chosen], slots[chosen], cls_for, new)
@@ -129,6 +132,7 @@ class Compressor:
         finally:
             self._copies.host.release(cls_for, new[~good])
         found.slots[chosen[good]] = new[good]
+        found.withheld[chosen[good]] = False
         self._exchange(entry, cls, rows[chosen[good]], slots[chosen[good]], cls_for, new[good])
         return found
 

@@ -192,6 +192,8 @@ class WriteBehind:
             encoded = await compressor.before_offload(entry, batch.cls, batch.rows, batch.slots)
         sums = copies.host.sums_of(batch.cls, batch.slots)
         alive = copies.blocks.live(batch.rows)
+        if encoded is not None:
+            alive &= ~encoded.withheld
         keys = table.key[batch.rows]
         items = [
             WriteItem(entry.digest, keys[i].tobytes(), entry.geometry, copies.host.view(batch.cls, slot), sums[i], row)
