@@ -155,7 +155,8 @@ class Compressor:
         """Which blocks lie in these slots still, and nowhere where they are wanted exact."""
         table = self._copies.blocks.table
         whole = (table.flags[rows] & (VISIBLE | TIER_HOST | TIER_GPU)) == (VISIBLE | TIER_HOST)
-        found: npt.NDArray[np.bool_] = whole & (table.host_slot[rows] == slots) & (table.pins[rows] == 0)
+        same = (table.host_slot[rows] == slots) & ~self._copies.host.absent(slots)
+        found: npt.NDArray[np.bool_] = whole & same & (table.pins[rows] == 0)
         return found
 
     def _next_rows(self) -> Rows:

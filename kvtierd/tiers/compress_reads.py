@@ -83,6 +83,8 @@ class Decoder:
         totals = np.zeros(rows.size, np.uint64)
         if lossy.any():
             totals[lossy] = block_sums(move.sums[kept][lossy])
+            # The next life of the daemon would take it for the exact block, whose sum it does not have.
+            self._copies.host.withdraw(move.slots[kept][lossy])
         forms.arrived(rows, lossy, totals)
         for place, lost in move.errors.items():
             if kept[place]:

@@ -151,6 +151,9 @@ class HostTier(SlotTier):
         """Whether a block is among these that must be verified before it is served."""
         return False
 
+    def withdraw(self, slots: Slots) -> None:
+        """What these slots hold is not to be kept for the daemon's next life, where somebody keeps it at all."""
+
     def lend(self, cls: SlotClass, slots: Slots, session: Session, reservation: int) -> Descriptors:  # noqa: ARG002
         """A client may write these slots from now on: their descriptors, [n]."""
         out = empty_descriptors(slots.size)

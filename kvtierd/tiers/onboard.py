@@ -303,9 +303,9 @@ class Onboarder:
         copies, cls = self._copies, move.cls
         kept = move.good & copies.blocks.live(move.rows) & (~move.lossy | move.entry.allow_loss)
         if kept.any():
-            self._decoder.landed(move, kept)
             copies.host.set_sums(cls, move.slots[kept], move.sums[kept])
             copies.add_host(cls, move.rows[kept], move.slots[kept])
+            self._decoder.landed(move, kept)
         if not kept.all():
             copies.blocks.unmark_as(move.rows[~kept], PREFETCHED)
         for row in move.rows.tolist():

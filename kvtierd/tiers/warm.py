@@ -88,7 +88,7 @@ class Warm(Cold):
         """Give every namespace the number that it had."""
         table = self._copies.namespaces
         for known in self._taken.namespaces:
-            table.register(known.tenant, known.namespace, allow_loss=known.allow_loss)
+            table.register(known.tenant, known.namespace, allow_loss=None)  # clients say anew what they allow
         table.on_change = self._note
         assert len(table) == len(self._taken.namespaces), "a namespace was registered before"
 

@@ -16,8 +16,8 @@ from kvtierd.index.block_table import BlockTable
 from kvtierd.policy.eviction import EvictionPolicy
 from kvtierd.protocol.service import Session
 from kvtierd.tiers.arena import Chunk, GenerationTable
+from kvtierd.tiers.compress_forms import EXTENT
 from kvtierd.tiers.host_tier import Descriptors, HostTier
-from kvtierd.tiers.shapes import EXTENT
 from kvtierd.tiers.warm_table import WarmTable
 from kvtierd.tiers.warm_verify import Unverified
 
