@@ -19,7 +19,7 @@ import logging
 import numpy as np
 import numpy.typing as npt
 
-from kvtierd.config.schema import Compression
+from kvtierd.config.schema import Settings
 from kvtierd.core.checksum import Sums, block_sum
 from kvtierd.core.clock import Clock
 from kvtierd.core.stored_form import Codec, choose_codec
@@ -67,13 +67,13 @@ class Encoded:
 class Compressor:
     """Everything runs on the loop; bytes move in worker threads."""
 
-    def __init__(self, room: Room, workers: Workers, demand: Demand, settings: Compression, clock: Clock) -> None:
+    def __init__(self, room: Room, workers: Workers, demand: Demand, settings: Settings, clock: Clock) -> None:
         self._room = room
         self._copies = room.copies
         self._workers = workers
         self._demand = demand
         self._clock = clock
-        self.settings = settings
+        self.settings = settings.kv_cache_config.compression
         self._hand = 0
         self._work: asyncio.Task[None] | None = None
         self._groups, self._relative_l2, self._largest = 0, 0.0, 0.0

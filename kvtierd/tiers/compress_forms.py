@@ -18,7 +18,6 @@ such a copy names the codec. All methods run on the loop.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
@@ -130,9 +129,9 @@ class Forms:
             return b""
         tiers = self._blocks.residency(rows)
         first = np.where(tiers & TIER_HOST, TIER_HOST, np.where(tiers & TIER_GPU, TIER_GPU, TIER_NVME))
-        found = (self.lossy[rows] & first) != 0
+        found: npt.NDArray[np.bool_] = (self.lossy[rows] & first) != 0
         if joined:
-            found |= np.frombuffer(joined, np.uint8)[: found.size] != 0
+            found = found | (np.frombuffer(joined, np.uint8)[: found.size] != 0)
         return _named(found)
 
     def codecs_in(self, slots: Slots) -> bytes:
@@ -147,11 +146,15 @@ class Forms:
         found[rows >= 0] = self.in_tier(rows[rows >= 0], TIER_HOST)
         return _named(found)
 
-    def codecs_of_extents(self, blocks: Iterable[Rows]) -> bytes:
-        """The codecs of extents, of which each holds some of these blocks; as `codecs_of`."""
+    def codecs_at(self, places: npt.NDArray[np.int64]) -> bytes:
+        """The codecs of what lies at these rows, blocks or extents of some; as `codecs_of`."""
         if not self.seen:
             return b""
-        return _named(np.array([self.in_tier(rows, TIER_HOST).any() for rows in blocks], np.bool_))
+        named = np.ascontiguousarray(self._table.key[places]).view(np.int32).reshape(places.size, -1)
+        extents = (self._table.marks[places] & EXTENT) != 0
+        named[~extents], named[~extents, 0] = -1, places[~extents]
+        lossy = self.in_tier(named, TIER_HOST) & (named >= 0)
+        return _named(np.logical_or.reduce(lossy, axis=1))
 
     # What happens to copies
 
@@ -203,10 +206,12 @@ class Forms:
         named = np.ascontiguousarray(self._table.key[forms]).view(np.int32)
         return np.ascontiguousarray(named.reshape(forms.size, -1)[:, 0])
 
-    def residency(self, rows: Rows, masks: Masks) -> None:
-        """Enter into `masks` [n] where the blocks are whose compressed forms some of these rows are."""
+    def residency(self, rows: Rows) -> Masks:
+        """For rows of compressed forms: in host, and wherever their blocks are; 0 for others. [n]"""
+        masks = np.zeros(rows.size, np.uint8)
         if self.count and np.count_nonzero(mine := (self._table.marks[rows] & COMPRESSED) != 0):
             masks[mine] = self._blocks.residency(self.blocks_of(rows[mine])) | TIER_HOST
+        return masks
 
     def tell_copied(self, rows: Rows) -> None:
         """Copies of these blocks in other tiers came or went: tell host's policy about their compressed forms."""

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME
 from kvtierd.protocol.service import Answer
 from kvtierd.tiers.blocks import Rows
 from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.namespaces import NamespaceEntry
+from kvtierd.tiers.write_behind import WriteBehind
+
+
+def registered(
+    copies: Copies, entry: NamespaceEntry, answer: Answer, write_behind: WriteBehind | None
+) -> Answer | Awaitable[Answer]:
+    """A client has registered a namespace: the answer, after what it does not allow is gone."""
+    if entry.allow_loss or not copies.shapes.forms.is_lossy(entry.number):
+        return answer
+    return forget_lossy(copies, entry, answer, write_behind.kick if write_behind else None)
 
 
 async def forget_lossy(

@@ -27,10 +27,14 @@ class Decoder:
         self._copies = copies
         self._workers = workers
 
-    def hold(self, move: Move) -> None:
-        """Hold the compressed forms that a move decodes; when it is planned, for it begins in a later turn."""
-        move.sources = self._copies.shapes.forms.slots(move.rows)
-        self._copies.host.pool.hold(move.sources)
+    def plan(self, move: Move, tier: int, *, compressed: bool) -> None:
+        """Note which blocks of a move have been through FP8 in the tier that it takes them from. Where it decodes
+        compressed forms these are held from here on, for it begins in a later turn."""
+        forms = self._copies.shapes.forms
+        move.lossy = forms.in_tier(move.rows, tier)
+        if compressed:
+            move.sources = forms.slots(move.rows)
+            self._copies.host.pool.hold(move.sources)
 
     async def from_host(self, move: Move) -> None:
         """Decode held compressed forms into the move's slots, and end the holds. Forms that are damaged are dropped."""

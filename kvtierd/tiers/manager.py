@@ -24,7 +24,7 @@ from kvtierd.tiers.admin import Admin
 from kvtierd.tiers.attend import Attention
 from kvtierd.tiers.blocks import Blocks
 from kvtierd.tiers.compress import Compressor
-from kvtierd.tiers.compress_loss import forget_lossy
+from kvtierd.tiers.compress_loss import registered
 from kvtierd.tiers.copies import Copies, EventSink
 from kvtierd.tiers.demand import Demand
 from kvtierd.tiers.gpu_tier import GpuTier
@@ -100,9 +100,7 @@ class TierManager:
             host_mark=settings.host.watermark,
             gpu_mark=settings.kv_cache_config.gpu_watermark,
         )
-        self._compressor = Compressor(
-            self._room, self._workers, self._demand, settings.kv_cache_config.compression, clock
-        )
+        self._compressor = Compressor(self._room, self._workers, self._demand, settings, clock)
         self._write_behind: WriteBehind | None = None
         self._offload: Offload | None = None
         if store is not None:
@@ -334,10 +332,7 @@ class TierManager:
             slot_bytes=shape.slot_bytes,
             layer_stride=shape.layer_stride,
         )
-        if not entry.allow_loss and self.copies.shapes.forms.is_lossy(entry.number):
-            bury = self._write_behind.kick if self._write_behind else None
-            return forget_lossy(self.copies, entry, Answer(reply), bury)
-        return Answer(reply)
+        return registered(self.copies, entry, Answer(reply), self._write_behind)
 
     async def _tick(self) -> None:
         while True:

@@ -170,8 +170,7 @@ class Onboarder:
         """Plan the jobs and start them. What they read from is settled and held now: they begin in a later turn."""
         self._copies.blocks.begin_move(rows)
         self._copies.absences.back(rows)
-        forms, scattered = self._copies.shapes.forms, self._copies.shapes.scattered(rows)
-        coded = forms.mask(rows)
+        scattered, coded = self._copies.shapes.scattered(rows), self._copies.shapes.forms.mask(rows)
         from_gpu = ((self._copies.blocks.residency(rows) & TIER_GPU) != 0) & ~scattered
         waits: set[asyncio.Future[None]] = set()
         for chosen, run, tier in (
@@ -184,9 +183,7 @@ class Onboarder:
             for begin in range(0, places.size, PIECE_BLOCKS):
                 piece = places[begin : begin + PIECE_BLOCKS]
                 move = self._plan(entry, cls, rows[piece], slots[piece], gpu=run == self._from_gpu)
-                move.lossy = forms.in_tier(move.rows, tier)
-                if run == self._from_compressed:
-                    self._decoder.hold(move)
+                self._decoder.plan(move, tier, compressed=run == self._from_compressed)
                 if run == self._from_extents:
                     move.scattered = self._copies.shapes.hold(move.rows)
                 task = asyncio.create_task(run(move))

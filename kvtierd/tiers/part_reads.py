@@ -131,6 +131,6 @@ class PartReads:
             host.pool.hold(some_slots)
         lease, ttl_ms = self._reads.lend(session, request.ttl_ms, groups)
         self._copies.counters["acquired_extents"] += slots.size
-        codecs = shapes.forms.codecs_of_extents(shapes.blocks_at(place) for place in pieces[:, 2].tolist())
+        codecs = shapes.forms.codecs_at(pieces[:, 2])
         reply = AcquireReply(id=0, lease=lease.id, count=slots.size, ttl_ms=ttl_ms, codecs=codecs)
         return Answer(reply, [descriptors.tobytes(), sums.tobytes(), spans.tobytes()])

@@ -70,7 +70,6 @@ class Shapes:
         self._free = HierarchicalBitmap(granules)
         self._granules = granules
         self.forms = Forms(blocks, host)
-        """Blocks that lie in host in a compressed form; of those nothing is known here."""
         self.known = 0
         self.extents = 0
         blocks.on_free = self._freed
@@ -214,12 +213,6 @@ class Shapes:
         blocks: Rows = named[named >= 0]
         return blocks
 
-    def blocks_at(self, place: int) -> Rows:
-        """Rows of the blocks that lie at a place: in an extent, or the block itself."""
-        if self._table.marks[place] & EXTENT:
-            return self.blocks_in(place)
-        return np.array([place], np.int32)
-
     def granule_of(self, row: int) -> int:
         """First granule of a known block's span."""
         return (int(self._first[row]) - 1) // GRANULE_TOKENS
@@ -278,8 +271,7 @@ class Shapes:
 
     def residency(self, rows: Rows) -> npt.NDArray[np.uint8]:
         """For rows of extents: in host, and wherever all of their blocks are; 0 for those of blocks. [n]"""
-        masks = np.zeros(rows.size, np.uint8)
-        self.forms.residency(rows, masks)
+        masks = self.forms.residency(rows)
         others = ((self._table.marks[rows] & EXTENT) != 0) & (masks == 0)
         for i in np.flatnonzero(others).tolist():
             blocks = self.blocks_in(int(rows[i]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ from kvtierd.core.keys import Keys
 from kvtierd.core.namespace import Namespace
 from kvtierd.core.stored_form import EncodedLayout
 from kvtierd.gpu.codec import BlockCodec
+from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.protocol import messages as m
 from kvtierd.protocol.service import Session
 from kvtierd.storage.interface import BlockStore
+from kvtierd.testing.memory_store import MemoryStore
 from kvtierd.testing.rig import Grant, Rig, make_keys, reply_of, small_settings
 from kvtierd.tiers.blocks import Rows
 
@@ -62,6 +65,9 @@ def after_fp8(packed: Bytes, geometry: Geometry) -> Bytes:
     BlockCodec(geometry).decode(coded, back)
     parts = back.reshape(geometry.layers, geometry.layer_stride)[:, : geometry.layer_bytes]
     return np.ascontiguousarray(parts).reshape(-1)
+
+
+MIB = 1 << 20
 
 
 class LossyRig(Rig):
@@ -127,3 +133,37 @@ class LossyRig(Rig):
             await asyncio.sleep(0.02)
         stats = {name: value for name, value in self.manager.stats().items() if "compress" in name}
         raise AssertionError(f"{count} blocks were never compressed: {stats}")
+
+
+Scenario = Callable[[LossyRig], Awaitable[None]]
+
+
+def run(scenario: Scenario, store: MemoryStore | None = None, **options: Any) -> None:
+    """Run with a rig of these settings, and of a geometry of its own."""
+    geometry = options.pop("geometry", PLAIN)
+    options = {"capacity": 8 * MIB, **options}
+
+    async def body() -> None:
+        async with LossyRig(settings(**options), store, geometry) as rig:
+            await scenario(rig)
+            rig.check_accounts()
+
+    asyncio.run(body())
+
+
+async def flush(rig: LossyRig, session: Session) -> None:
+    """Return when all is on disk."""
+    await rig.call(session, m.Flush(id=1))
+
+
+def count(rig: LossyRig, name: str) -> float:
+    """A statistic."""
+    return rig.manager.stats()[name]
+
+
+def all_of(rig: LossyRig) -> tuple[SlotClass, Slots]:
+    """Every slot of the namespace's class in host that has a block."""
+    host = rig.manager.copies.host
+    cls = rig.manager.copies.host_class(rig.manager.copies.namespaces.entries[0])
+    slots = np.concatenate([host.pool.slots_of(slab) for slab in cls.slabs])
+    return cls, slots[host.pool.row[slots] >= 0]
