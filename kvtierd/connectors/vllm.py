@@ -26,6 +26,7 @@ from kvtierd.connectors.vllm_scheduler import SchedulerSide
 from kvtierd.connectors.vllm_settings import read_settings
 from kvtierd.connectors.vllm_tensors import CacheLayout, engine_pages, host_backend
 from kvtierd.connectors.vllm_transfers import Transfers
+from kvtierd.connectors.vllm_watch import Watch
 from kvtierd.connectors.vllm_worker import WorkerSide
 from kvtierd.protocol.client import Client
 
@@ -48,6 +49,7 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
         # its scheduler reads the policy after it has made its connector.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._client: Client | None = None
+        self._watch: Watch | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._shape: RankShape | None = None
@@ -74,6 +76,7 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
             save_timeout_s=self._settings.save_timeout_ms / 1e3,
         )
         self._worker = WorkerSide(transfers, patience_s=self._settings.save_timeout_ms / 1e3)
+        self._watch = Watch(self._client, logging.DEBUG)
 
     def get_handshake_metadata(self) -> Any:
         """What this rank holds of each block, for the scheduler's half."""
@@ -121,7 +124,9 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
         seconds = time.monotonic() - started
         self._client = self._connect("scheduler", self._settings.lookup_timeout_ms / 1e3)
         lookups = Lookups(self._client, shapes, self._settings.lookup_timeout_ms / 1e3)
-        reached = lookups.introduce(adapters.base)
+        self._watch = Watch(self._client, logging.WARNING)
+        if not self._watch.away:
+            lookups.introduce(adapters.base)
         self._scheduler = SchedulerSide(lookups, adapters, int(self._spec.block_size))
         _log.info(
             "kvtierd: %s %s (named in %.1f s), %d rank(s), blocks of %d tokens and %d KiB a rank, daemon at %s: %s",
@@ -132,7 +137,7 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
             shapes[0].geometry.block_size,
             shapes[0].geometry.block_bytes >> 10,
             self._client.endpoint,
-            "connected" if reached else "not there yet",
+            "not there yet" if self._watch.away else "connected",
         )
 
     def on_new_request(self, request: Any) -> None:
@@ -180,10 +185,10 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """End threads and connections; what is stored is stored."""
-        for part in (self._scheduler, self._worker, self._client):
+        for part in (self._watch, self._scheduler, self._worker, self._client):
             if part is not None:
                 part.close()
-        self._scheduler = self._worker = self._client = None
+        self._watch = self._scheduler = self._worker = self._client = None
 
     def _step_plan(self) -> Plan:
         plan: Plan = self._get_connector_metadata()

@@ -64,23 +64,21 @@ class Lookups:
         self._shapes = tuple(shapes)
         self._timeout_s = timeout_s
         self._handles: dict[ModelFacts, tuple[NamespaceHandle, ...]] = {}
+        self._complaints: set[str] = set()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvtierd-lookup")
-        self._away = False
 
     def begin(self, question: Question) -> Lookup:
         """Start a lookup; does not wait."""
         deadline_s = time.monotonic() + self._timeout_s
         return Lookup(self._pool.submit(self._answer, question, deadline_s), deadline_s)
 
-    def introduce(self, facts: ModelFacts) -> bool:
-        """Register a model's namespaces, so that the first lookup finds a session; whether the daemon is there."""
+    def introduce(self, facts: ModelFacts) -> None:
+        """Register a model's namespaces, so that the first lookup need not."""
         try:
             for handle in self._handles_of(facts):
                 self._client.register(handle.namespace)
         except KvtierdError as error:
-            self._say(away=True, why=str(error))
-            return False
-        return self._client.counters["sessions"] > 0
+            self._complain(error)
 
     def close(self) -> None:
         """End the thread after the lookup that it is at."""
@@ -95,6 +93,9 @@ class Lookups:
             keys = RequestKeys(digests, size, salt=question.salt, features=question.features)
             keys.grow(question.tokens, question.blocks)
             return Found(facts, keys, self._ask(handles, keys, deadline_s) if keys.count else 0)
+        except KvtierdError as error:
+            self._complain(error)
+            return None
         except Exception:  # noqa: BLE001 - see below
             # One request goes uncached, with a reason in the log; the engine must not end for it.
             _log.exception("kvtierd: a lookup failed; its request is not cached")
@@ -104,14 +105,8 @@ class Lookups:
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             return 0
-        missed = self._client.counters["lookups_missed_unavailable"]
         each = keys.keys(0, keys.count)
-        try:
-            hit = self._client.lookup_group(handles, each, timeout_s=left_s)
-        except KvtierdError as error:
-            self._say(away=True, why=str(error))
-            return 0
-        self._say(away=self._client.counters["lookups_missed_unavailable"] > missed, why="it did not answer in time")
+        hit = self._client.lookup_group(handles, each, timeout_s=left_s)
         self._prefetch(handles, each, hit)
         return hit.count
 
@@ -127,11 +122,8 @@ class Lookups:
             self._handles[facts] = tuple(NamespaceHandle(name, allow_loss=False) for name in names)
         return self._handles[facts]
 
-    def _say(self, *, away: bool, why: str) -> None:
-        """Log when the daemon goes and when it comes back, and not for each request."""
-        if away != self._away:
-            self._away = away
-            if away:
-                _log.warning("kvtierd: no daemon at %s (%s); prompts are computed", self._client.endpoint, why)
-            else:
-                _log.warning("kvtierd: the daemon at %s is back", self._client.endpoint)
+    def _complain(self, error: KvtierdError) -> None:
+        """Log what the daemon objects to, once: it will object to every request."""
+        if (text := str(error)) not in self._complaints:
+            self._complaints.add(text)
+            _log.error("kvtierd: the daemon serves no lookups, and nothing is cached: %s", text)

@@ -42,6 +42,9 @@ class EmbeddedDaemon:
     made, and removed by `stop`. `start` returns when the daemon is ready; a context manager starts and stops it.
     """
 
+    python = sys.executable
+    """The interpreter of the daemon's environment; a subclass may name another one than ours."""
+
     def __init__(self, directory: str | Path | None = None, **overrides: object) -> None:
         self._owns_directory = directory is None
         self.directory = Path(directory) if directory is not None else Path(tempfile.mkdtemp(prefix="kvtierd-"))
@@ -172,7 +175,7 @@ class EmbeddedDaemon:
 
     def _spawn(self, ready_fd: int, stop_fd: int) -> subprocess.Popen[bytes]:
         # -P: this package is started, and not what is in the folder we happen to be in.
-        command = [sys.executable, "-P", "-m", "kvtierd.daemon.main", "--config", os.devnull, *self._options()]
+        command = [self.python, "-P", "-m", "kvtierd.daemon.main", "--config", os.devnull, *self._options()]
         command += ["--ready-fd", str(ready_fd), "--stop-fd", str(stop_fd)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIERD__")}
         environment.pop("NOTIFY_SOCKET", None)  # that socket waits for the owner, not for its child
