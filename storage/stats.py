@@ -22,7 +22,7 @@ COUNTERS = {
     "failed_reads": "reads that the disk refused or whose extent was gone",
     "corrupt_reads": "reads whose bytes were not what was stored",
     "deleted_blocks": "blocks deleted",
-    "recovery_ns": "nanoseconds that finding out what is stored took",
+    "recovery_ns": "time that finding out what is stored took",
     "dropped_records": "torn or damaged records and segments found at start",
     "stored_bytes": "of these, blocks that the tiers stored, headers included",
     "rewritten_bytes": "of these, hot blocks written again when their segment was recycled",

@@ -50,6 +50,9 @@ def run(args: argparse.Namespace) -> int:
     if args.directory is not None and not args.directory.is_dir():
         print(f"kvtierctl bench: --directory {args.directory} is no folder", file=sys.stderr)
         return ExitCode.USAGE
+    if args.file is not None and not args.file.is_file():
+        print(f"kvtierctl bench: {args.file} is no file", file=sys.stderr)
+        return ExitCode.USAGE
     if note := busy_note():
         print(f"kvtierctl bench: {note}", file=sys.stderr)
     names = list(BENCHES) if args.name == "all" else [args.name]

@@ -14,6 +14,7 @@ from kvtierd import __version__
 from kvtierd.cli.finding import Check, Finding, Verdict
 from kvtierd.config.fields import split_folders
 from kvtierd.config.schema import Settings
+from kvtierd.core.errors import KvtierdError
 from kvtierd.core.units import GIB, format_bytes
 from kvtierd.daemon.directories import Places
 from kvtierd.daemon.file_limit import descriptors_wanted
@@ -31,13 +32,17 @@ _SYS = Path("/sys")
 
 def daemon(settings: Settings) -> Iterator[Finding]:
     """Whether one runs and answers."""
-    places = Places.of(settings)
-    endpoint = f"ipc://{places.tenant / SOCKET_NAME}"
+    # Where clients look, if somebody said so; else where this configuration has the daemon listen.
+    endpoint = os.environ.get("KVTIERD_ENDPOINT") or f"ipc://{Places.of(settings).tenant / SOCKET_NAME}"
     try:
         with Client(endpoint, timeout_s=2.0, arena=False, name="kvtierctl doctor") as client:
             stats = client.stats()
     except (Unavailable, ValueError) as error:
         yield Finding("daemon", Verdict.NOTE, f"none answers: {error}")
+        return
+    except KvtierdError as error:
+        advice = "restart whichever of daemon and command is older" if "version" in str(error) else ""
+        yield Finding("daemon", Verdict.WARN, f"one answers on {endpoint}, and refuses: {error}", advice)
         return
     version = stats.get("daemon_version", "")
     if version == __version__:
@@ -106,7 +111,8 @@ def memory(settings: Settings) -> Iterator[Finding]:
     """Room for the tiers, shared memory and huge pages."""
     info = {name: int(value.split()[0]) for name, value in _pairs(_PROC / "meminfo")}
     available = info["MemAvailable"] * 1024
-    wanted = settings.host.capacity + (settings.gpu.capacity if not _gpus() else 0) + OVERHEAD_BYTES
+    # The gpu tier is ordinary memory in this version, whatever is in the machine.
+    wanted = settings.host.capacity + settings.gpu.capacity + OVERHEAD_BYTES
     text = f"{format_bytes(available)} available, about {format_bytes(wanted)} wanted"
     if wanted > available:
         yield Finding(
@@ -155,13 +161,12 @@ def gpu(settings: Settings) -> Iterator[Finding]:
         yield Finding("gpu", Verdict.NOTE, "gpu.capacity is 0: there is no gpu tier")
         return
     found, wanted = _gpus(), settings.gpu.device
+    if wanted.startswith("cuda"):
+        text = f"gpu.device is {wanted}, which this version refuses (exit code 69)"
+        yield Finding("gpu", Verdict.FAIL, text, "set it to auto or host")
+        return
     if not found:
-        if wanted.startswith("cuda"):
-            yield Finding(
-                "gpu", Verdict.FAIL, f"gpu.device is {wanted}, and there is no NVIDIA device", "set it to host"
-            )
-        else:
-            yield Finding("gpu", Verdict.NOTE, "no NVIDIA device: the gpu tier is ordinary memory")
+        yield Finding("gpu", Verdict.NOTE, "no NVIDIA device: the gpu tier is ordinary memory")
         return
     if not (_PROC / "driver/nvidia/version").exists():
         yield Finding(

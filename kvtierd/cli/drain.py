@@ -33,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
             left = format_bytes(found["backlog_bytes"])
             raise CommandError(Failure.UNAVAILABLE, f"{left} are not written after {args.wait:.0f} s; it goes on")
         time.sleep(EVERY_S)
-        found = operators.ask(args, "/drain", "POST")
+        found = operators.ask(args, "/drain")
+        if not found["draining"]:
+            raise CommandError(Failure.UNAVAILABLE, "somebody had stores taken again before all was written")
     output.say(args, found["status"], found)
     return 0

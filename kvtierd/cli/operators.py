@@ -13,9 +13,9 @@ from urllib.parse import urlencode
 
 from kvtierd.cli import output
 from kvtierd.cli.errors import CommandError, Failure
+from kvtierd.core.folders import ADMIN_FOLDER
 from kvtierd.protocol.endpoint import SOCKET_NAME, default_endpoint, path_of
 
-ADMIN_FOLDER = "admin"
 TIMEOUT_S = 10.0
 
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import Any
+from typing import Any, get_args
 
 from kvtierd.cli import operators, output
+from kvtierd.cli.errors import CommandError, Failure
+from kvtierd.protocol.messages import AnyRequest
 
 EVERY_S = 0.2
+KINDS = frozenset({"stored", "removed", *(str(kind.__struct_config__.tag) for kind in get_args(AnyRequest))})
+"""What an entry can be of: a request's operation, or what became of blocks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print entries until interrupted."""
     wanted = frozenset(filter(None, args.only.split(",")))
+    if unknown := sorted(wanted - KINDS):
+        raise CommandError(
+            Failure.USAGE, f"nothing is called {', '.join(unknown)}; there are {', '.join(sorted(KINDS))}"
+        )
     following, shown = -1, 0
     while True:
         found = operators.ask(args, "/watch", after=following)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvtierd.config.fields import FIELDS, Value, split_folders
 from kvtierd.config.origins import DEFAULT, Problem
+from kvtierd.core.folders import ADMIN_FOLDER
 from kvtierd.core.units import format_bytes
 
 MAX_IPC_PATH_BYTES = 107
@@ -16,10 +18,6 @@ MAX_IPC_PATH_BYTES = 107
 
 SOCKET_NAME_BYTES = 16
 """No socket below a tenant's folder has a longer name (kvtierd.protocol.endpoint; a test compares)."""
-
-
-ADMIN_FOLDER = "admin"
-"""Below the runtime folder, beside those of the tenants: the operators' socket, for the daemon's user and root."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +31,13 @@ class Rule:
 
 def _ipc_path_bytes(runtime_dir: str, tenant: str) -> int:
     return len(os.fsencode(runtime_dir)) + len(tenant) + SOCKET_NAME_BYTES + 2
+
+
+def _is_host(name: str) -> bool:
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 RULES = (
@@ -88,6 +93,11 @@ RULES = (
         ("metrics.listen",),
         lambda listen: not listen or 0 < int(listen.rpartition(":")[2]) < 1 << 16,
         lambda listen: f"{listen} has no port that can be; write one in 1..65535",
+    ),
+    Rule(
+        ("metrics.listen",),
+        lambda listen: not listen or _is_host(listen.rpartition(":")[0].strip("[]")),
+        lambda listen: f"{listen} names no address of this machine; write one such as 127.0.0.1:9464",
     ),
     Rule(
         ("server.tenant",),

@@ -107,13 +107,16 @@ class Daemon:
         entries = self._manager.copies.namespaces.entries
         return [_described(entry, blocks) for entry, blocks in zip(entries, counts, strict=False)]
 
-    def hold_stores(self, *, yes: bool) -> int:
-        """An operator's wish: take no more stores, or take them again; bytes that are not on disk yet."""
+    def hold_stores(self, *, yes: bool) -> None:
+        """An operator's wish: take no more stores, or take them again."""
         if self._held != yes:
             log.info("an operator said: %s", "take no more stores" if yes else "take stores again")
         self._held = yes
         self._manager.take_stores(yes=not (self._held or self._stopping))
-        return self._manager.backlog_bytes
+
+    def holds_stores(self) -> tuple[bool, int]:
+        """Whether no more stores are taken, and bytes that are not on disk yet."""
+        return self._held or self._stopping, self._manager.backlog_bytes
 
     def apply(self, settings: Settings) -> None:
         """Take over those settings that may change now."""

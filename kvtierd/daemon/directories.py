@@ -8,10 +8,10 @@ import os
 import stat
 from pathlib import Path
 
-from kvtierd.config.check import ADMIN_FOLDER
 from kvtierd.config.fields import split_folders
 from kvtierd.config.schema import Settings
 from kvtierd.core.errors import ExitCode, StartupError
+from kvtierd.core.folders import ADMIN_FOLDER
 
 RUNTIME_MODE = 0o755
 TENANT_MODE = 0o750

@@ -67,6 +67,8 @@ class HttpServer:
     def __init__(self, routes: Mapping[tuple[str, str], Handler]) -> None:
         self._routes = routes
         self._open: set[asyncio.Task[None]] = set()
+        self._asking: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        """Of these, those whose request is not whole yet, oldest first."""
         self._server: asyncio.Server | None = None
         self._path: Path | None = None
 
@@ -111,12 +113,30 @@ class HttpServer:
         await asyncio.sleep(0)  # an aborted transport closes its socket in the next turn of the loop
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._open) >= MAX_CONNECTIONS:
+        if len(self._open) >= MAX_CONNECTIONS and not self._hang_up_on_slowest():
             writer.transport.abort()
             return
         task = asyncio.create_task(self._serve(reader, writer), name="http")
         self._open.add(task)
-        task.add_done_callback(self._open.discard)
+        self._asking[task] = writer
+        task.add_done_callback(self._ended)
+
+    def _hang_up_on_slowest(self) -> bool:
+        """End the connection that has been at its request for longest; False where all are being answered.
+
+        Otherwise half-sent requests, which cost their sender nothing, would keep everybody else out for seconds.
+        """
+        for task, writer in self._asking.items():
+            del self._asking[task]
+            self._open.discard(task)
+            writer.transport.abort()
+            task.cancel()
+            return True
+        return False
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._open.discard(task)
+        self._asking.pop(task, None)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -136,6 +156,8 @@ class HttpServer:
         try:
             async with asyncio.timeout(HEAD_TIMEOUT_S):
                 asked = parse(await _head(reader))
+            if (task := asyncio.current_task()) is not None:
+                self._asking.pop(task, None)
             method = asked.method
             return method, await self._route(asked)
         except BadRequestError as error:

@@ -75,13 +75,11 @@ def snapshot(shown: Shown, census: Census) -> dict[str, Any]:
         "flows": {flow: stats.get(name, 0) for flow, name in FLOWS.items()},
         "asked_tokens": stats.get("lookup_tokens", 0),
         "hit_tokens": {tier: stats.get(f"hit_{tier}_tokens", 0) for tier in TIERS},
-        "evicted": {tier: stats.get(f"{tier}_evicted_blocks", 0) for tier in ("gpu", "host")},
         "requests": {
             name: {"count": histogram.count, "p50_s": _finite(histogram.quantile(0.5)),
                    "p99_s": _finite(histogram.quantile(0.99))}
             for name, histogram in sorted(shown.requests.seconds.items())
         },
-        "errors": {name: n for name, n in stats.items() if name.startswith("server_errors_") and n},
         "namespaces": [
             {"digest": entry["digest"][:DIGEST_DIGITS], "blocks": entry["blocks"], "bytes": entry["bytes"]}
             for entry in largest

@@ -52,8 +52,12 @@ class Viewed(Protocol):
         """Every namespace with its blocks."""
         ...
 
-    def hold_stores(self, *, yes: bool) -> int:
-        """Take no more stores, or take them again; bytes that are not on disk yet."""
+    def hold_stores(self, *, yes: bool) -> None:
+        """Take no more stores, or take them again."""
+        ...
+
+    def holds_stores(self) -> tuple[bool, int]:
+        """Whether no more stores are taken, and bytes that are not on disk yet."""
         ...
 
 
@@ -81,6 +85,7 @@ class Pages:
             ("GET", "/slowlog"): self.slowlog,
             ("GET", "/watch"): self.watch,
             ("GET", "/namespaces"): self.namespaces,
+            ("GET", "/drain"): self.draining,
             ("POST", "/drain"): self.drain,
         }
 
@@ -150,8 +155,15 @@ class Pages:
         """Take no more stores, or take them again (`?undo=1`)."""
         if self.viewed is None:
             return _starting()
-        left = self.viewed.hold_stores(yes=asked.query.get("undo", "0") != "1")
-        return _json({"backlog_bytes": left, "status": self.viewed.status()})
+        self.viewed.hold_stores(yes=asked.query.get("undo", "0") != "1")
+        return await self.draining(asked)
+
+    async def draining(self, _asked: Asked) -> Page:
+        """How far it is with that; changes nothing."""
+        if self.viewed is None:
+            return _starting()
+        held, left = self.viewed.holds_stores()
+        return _json({"draining": held, "backlog_bytes": left, "status": self.viewed.status()})
 
 
 def _page_of(found: tuple[Iterable[Any], int, int], **more: Any) -> Page:

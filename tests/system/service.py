@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from collections.abc import Callable
 
@@ -22,6 +23,10 @@ with Client(timeout_s=10, transfer_timeout_s=20) as client:
         print(client.store(model, keys, blocks).stored)
         if "--flush" in sys.argv:
             client.flush()
+    elif sys.argv[1] == "hold":
+        with client.reserve(model, keys) as slots:
+            print("holds", len(slots.views), flush=True)
+            sys.stdin.read()
     else:
         found = client.fetch(model, keys)
         assert (found.blocks == blocks[: found.count]).all()
@@ -72,6 +77,21 @@ class Service:
         """Store or fetch 32 blocks in a namespace of this model; how many."""
         words = (verb, model, *words)
         return int(self.machine.run(f"{self.bindir}/python", "-c", CLIENT, *words, user="kvtierd").stdout)
+
+    def holder(self, model: str):
+        """A client that holds reservations until its input ends; it runs."""
+        enter = ["nsenter", "--target", str(self.machine._init), "--all", "--root", "env", "-i", "--chdir=/"]
+        words = [f"{self.bindir}/python", "-c", CLIENT, "hold", model]
+        command = [*enter, "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "runuser", "-u", "kvtierd", "--", *words]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        assert process.stdout.readline().startswith("holds")
+        return process
+
+    def number(self, name: str) -> float:
+        """A metric's value."""
+        line = next(line for line in self.get("/metrics").splitlines() if line.startswith(f"{name} "))
+        return float(line.split()[-1])
 
     def get(self, path: str) -> str:
         """A page of the metrics' port."""

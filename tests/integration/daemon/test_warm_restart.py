@@ -9,6 +9,7 @@ import pytest
 
 from kvtierd import Client, Geometry, Namespace, block_keys
 from kvtierd.daemon.embedded import EmbeddedDaemon, EmbeddedDaemonError
+from kvtierd.testing.waiting import wait_for
 
 SHAPE = Geometry(block_size=16, layers=2, kv_heads=2, k_dim=64, v_dim=64)
 SETTINGS = {
@@ -36,6 +37,7 @@ def test_case_15_client_goes_on_over_restarts_and_crashes_with_what_was_in_host(
         for end in (daemon.kill, daemon.stop, daemon.kill):
             end()
             daemon.start()
+            wait_for(lambda: client.lookup(model, keys).count == 200)
             assert fetched(client, model, keys) == 200
             stats = client.stats()
             assert (stats["warm_adopted_blocks"], stats["warm_corrupt_blocks"]) == (200, 0)
@@ -51,6 +53,7 @@ def test_full_stop_drops_the_memory_and_what_is_on_disk_is_read_again(tmp_path: 
         daemon.stop()
         daemon.drop_memory()
         daemon.start()
+        wait_for(lambda: client.lookup(model, keys).count == 200)
         assert fetched(client, model, keys) == 200
         stats = client.stats()
         assert (stats["warm_adopted_blocks"], stats["warm_refusal"]) == (0, "")

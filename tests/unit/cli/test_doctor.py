@@ -12,6 +12,7 @@ from kvtierd.cli import doctor, doctor_checks, doctor_disk, doctor_speeds
 from kvtierd.cli import main as cli
 from kvtierd.cli.finding import Finding, Verdict
 from kvtierd.config.schema import Gpu, Host, Nvme, Server, Settings
+from kvtierd.core.errors import ErrorCode, RequestError
 
 GIB = 1 << 30
 
@@ -137,6 +138,42 @@ def test_gpu_and_its_driver(sys_folder: Path, settings: Settings) -> None:
     _write(sys_folder.parent / "proc/driver/nvidia/version", "NVRM version: 580\n")
     (finding,) = doctor_checks.gpu(settings)
     assert finding.verdict is (Verdict.OK if Path("/dev/nvidia-uvm").exists() else Verdict.WARN)
+
+
+def test_device_that_this_version_refuses_is_a_failure_with_a_gpu_too(sys_folder: Path) -> None:
+    _add_gpu(sys_folder)
+    _write(sys_folder.parent / "proc/driver/nvidia/version", "NVRM version: 580\n")
+    (finding,) = doctor_checks.gpu(Settings(gpu=Gpu(device="cuda:0")))
+    assert (finding.verdict, finding.advice) == (Verdict.FAIL, "set it to auto or host")
+
+
+def test_memory_of_the_gpu_tier_counts_on_a_machine_with_a_gpu_too(sys_folder: Path) -> None:
+    _write(sys_folder.parent / "proc" / "meminfo", "MemTotal: 9 kB\nMemAvailable: 4194304 kB\n")
+    _add_gpu(sys_folder)
+    large = Settings(gpu=Gpu(capacity=8 * GIB))
+    assert verdicts(doctor_checks.memory(large))["memory"] is Verdict.WARN
+
+
+def test_daemon_is_looked_for_where_clients_look(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTIERD_ENDPOINT", f"ipc://{tmp_path}/elsewhere/kvtierd.sock")
+    (finding,) = doctor_checks.daemon(settings)
+    assert finding.verdict is Verdict.NOTE
+    assert "elsewhere" in finding.text
+
+
+def test_daemon_that_refuses_us_is_a_warning_and_the_run_goes_on(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refused:
+        def __init__(self, *_: object, **__: object) -> None:
+            raise RequestError(ErrorCode.BAD_VERSION, "the client speaks versions 9 to 9; this daemon speaks 1")
+
+    monkeypatch.setattr(doctor_checks, "Client", Refused)
+    (finding,) = doctor_checks.daemon(settings)
+    assert finding.verdict is Verdict.WARN
+    assert "refuses: the client speaks versions 9" in finding.text
 
 
 def test_disk_and_gpu_on_different_nodes_are_told(sys_folder: Path, tmp_path: Path, settings: Settings) -> None:

@@ -82,6 +82,16 @@ def test_flush_says_at_once_that_no_daemon_is_there(tmp_path: Path) -> None:
     assert time.monotonic() - begin_s < 60  # it has 600 s for what it waits for
 
 
+def test_watch_of_what_does_not_exist_names_what_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["watch", "--only", "lookup,lokup"]) == 64
+    assert "nothing is called lokup; there are abort, acquire," in capsys.readouterr().err
+
+
+def test_bench_of_a_file_that_is_not_there_is_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "trace", str(tmp_path / "none")]) == 64
+    assert "none is no file" in capsys.readouterr().err
+
+
 def test_output_that_cannot_be_written_is_one_line_and_74(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

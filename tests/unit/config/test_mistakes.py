@@ -32,6 +32,11 @@ leases: [1, 2]
 """
 
 
+@pytest.mark.parametrize("listen", ["127.999.0.1:9464", "127.0.0.1:0", "127.0.0.1:70000"])
+def test_address_that_cannot_be_is_found_before_the_start(mistakes, listen: str) -> None:
+    assert [problem.key for problem in mistakes(f"metrics: {{listen: '{listen}'}}")] == ["metrics.listen"]
+
+
 def test_all_mistakes_of_a_file_are_reported_with_their_lines(mistakes, file: Path) -> None:
     found = [(problem.origin, problem.key) for problem in mistakes(MANY)]
     assert found == [

@@ -113,20 +113,44 @@ def test_client_that_says_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> 
     serving(scenario)
 
 
-def test_more_connections_than_allowed_are_cut_and_the_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_sent_requests_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "MAX_CONNECTIONS", 2)
 
     async def scenario(server: HttpServer) -> None:
-        writers = [(await asyncio.open_connection("127.0.0.1", server.port))[1] for _ in range(2)]
-        while len(server._open) < 2:
-            await asyncio.sleep(0)
+        slow = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(20)]
+        for _, writer in slow:
+            writer.write(b"GET /hel")
+        assert (await _ask(server.port, b"GET /hello HTTP/1.1\r\n\r\n"))[0] == "HTTP/1.1 200 OK"
+        assert len(server._open) <= 2
+        assert await _is_cut(slow[0][0])
+        for _, writer in slow:
+            await _close(writer)
+
+    serving(scenario)
+
+
+def test_more_connections_than_allowed_are_cut_while_all_others_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "MAX_CONNECTIONS", 2)
+
+    async def scenario(server: HttpServer) -> None:
+        going_on, answered = asyncio.Event(), asyncio.Event()
+
+        async def slow(_asked: Asked) -> Page:
+            going_on.set()
+            await answered.wait()
+            return Page(b"at last")
+
+        server._routes = {**server._routes, ("GET", "/slow"): slow}
+        asking = []
+        for _ in range(2):
+            asking.append(asyncio.create_task(_ask(server.port, b"GET /slow HTTP/1.1\r\n\r\n")))
+            await going_on.wait()
+            going_on.clear()
         reader, refused = await asyncio.open_connection("127.0.0.1", server.port)
         assert await _is_cut(reader)
-        for writer in (*writers, refused):
-            await _close(writer)
-        while server._open:
-            await asyncio.sleep(0)
-        assert (await _ask(server.port, b"GET /hello HTTP/1.1\r\n\r\n"))[0] == "HTTP/1.1 200 OK"
+        await _close(refused)
+        answered.set()
+        assert [status for status, _ in await asyncio.gather(*asking)] == ["HTTP/1.1 200 OK"] * 2
 
     serving(scenario)
 
