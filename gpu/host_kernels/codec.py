@@ -1,12 +1,13 @@
-"""FP8 on the CPU: a part of a layer (K or V) to codes, scales and errors, and back.
+"""FP8 on the CPU: layers of a block to codes, scales and errors.
 
-A part is `groups` groups (heads) of `runs` runs of `length` neighbouring elements each; strides are in elements. With
-layout nhd a run is one token's vector, with hnd a group is one run. Elements are given as unsigned integers of their
-size, codes have the strides of the elements. Kernels run on one thread without the GIL: whoever calls them shares out
-the layers. `kvtierd.gpu.codec_layout` defines scales and errors.
+A layer has one or two parts (K, V). A part is `groups` groups (heads) of `runs` runs of `length` neighbouring elements
+each; strides are in elements. With layout nhd a run is one token's vector, with hnd a group is one run. Elements are
+given as unsigned integers of their size, codes have the strides of the elements. Kernels run on one thread without the
+GIL: whoever calls them shares out the layers. `kvtierd.core.stored_form` defines scales and errors.
 
 A part is read twice, first for the largest magnitudes; the second time it lies in the processor's cache. Both times in
 the order of memory, run by run of all groups: head by head, the processor's prefetching would see only short pieces.
+What comes next is asked for meanwhile, so that the memory is not idle while this part is worked on.
 """
 
 from __future__ import annotations
@@ -14,36 +15,32 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from numba import types
 
+from kvtierd.gpu.host_kernels.codec_form import F4, FORM, LAYERS, PART, U1, U2, U4
 from kvtierd.gpu.host_kernels.codec_vectors import (
     LANE_WORDS,
     LANES,
     LARGEST,
     LOST,
-    TABLE_LOOKUPS,
     TOTAL,
     WORST,
-    decode_run,
     encode_bf16_run,
-    encode_bf16_words,
     encode_fp16_run,
     encode_fp32_run,
     largest_of_16_bits,
     largest_of_32_bits,
 )
+from kvtierd.gpu.host_kernels.codec_words import AT_ONCE, ERRORS_BY_LOW_BITS, encode_bf16_words
 from kvtierd.gpu.host_kernels.e4m3 import (
     BF16,
     FP16,
     FP32,
     MAX,
-    NAN_CODE,
     bits_of,
     clamped,
     code_of,
-    e4m3_values,
     float_of,
-    nan_of,
-    narrow,
     power_of_two,
     scale_exponent,
     steps_of,
@@ -55,7 +52,6 @@ from kvtierd.index.jit import Word, compiled, helper
 CHOOSE = -1000
 """Given instead of a scale's exponent: take the group's own."""
 
-_VALUES = e4m3_values()
 _MAX = np.float32(MAX)
 _INFINITY = np.uint32(0x7F800000)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
@@ -66,8 +62,9 @@ _SLOWLY, _SCALED, _UNSCALED = 0, 1, 2
 """How a group is encoded: element by element, in vectors of float32, or in vectors of bf16 as they are."""
 _SQUARES_FROM, _SQUARES_TO = np.float32(2.0**-40), np.float32(2.0**40)
 """Largest magnitudes between which sums of squares need no scale to stay within float32."""
-_OUT = "uint8[::1], float32[::1], float32[::1], float32[::1]"
-_SHAPE = "int64, int64, int64, int64, int64"
+_AHEAD_BYTES = 384 << 10
+"""A part of up to this size leaves room in the second-level cache (1 MiB and more) for the next one."""
+_LINE_BYTES = 64
 
 
 @helper
@@ -87,6 +84,12 @@ def _whole(begin: Word, end: Word, lanes: Word) -> Word:
 
 
 @helper
+def _row(lanes: Word, group: Word) -> Word:
+    """Where the lanes of a group lie. An address and no view: views are counted, in steps that wait for all stores."""
+    return lanes.ctypes.data + np.uint64(4 * LANE_WORDS * group)
+
+
+@helper
 def _find_largest(kind, source, groups, runs, length, group_stride, run_stride, lanes, largest):  # type: ignore[no-untyped-def]
     """Bits of the largest magnitude of each group, NaN and Inf among them: their order is that of the integers."""
     mask, _ = _masks(kind)
@@ -94,10 +97,10 @@ def _find_largest(kind, source, groups, runs, length, group_stride, run_stride, 
         for group in range(groups):
             at = group * group_stride + run * run_stride
             if kind == FP32:
-                largest_of_32_bits(source, at, at + length, lanes[group])
+                largest_of_32_bits(source, at, at + length, _row(lanes, group))
                 rest = _whole(at, at + length, LANES)
             else:
-                largest_of_16_bits(source, at, at + length, lanes[group])
+                largest_of_16_bits(source, at, at + length, _row(lanes, group))
                 rest = _whole(at, at + length, 2 * LANES)
             for i in range(rest, at + length):
                 largest[group] = max(largest[group], np.uint32(source[i]) & mask)
@@ -123,12 +126,12 @@ def _largest_finite(kind: Word, source: Word, begin: Word, runs: Word, length: W
 
 
 @helper
-def _encode_slowly(kind, source, codes, begin, end, factor, lanes):  # type: ignore[no-untyped-def]
+def _encode_slowly(kind, source, codes, begin, end, factor, lanes, group):  # type: ignore[no-untyped-def]
     """Element by element, whatever they are: tails of runs, groups with NaN or Inf, scales that saturate.
 
     Errors are in units of the scale.
     """
-    lost, total, worst = float_of(lanes[LOST]), float_of(lanes[TOTAL]), lanes[WORST]
+    lost, total, worst = float_of(lanes[group, LOST]), float_of(lanes[group, TOTAL]), lanes[group, WORST]
     for i in range(begin, end):
         bits = bits_of(widen(kind, source[i]) * factor)
         magnitude = clamped(bits & _MAGNITUDE)
@@ -140,28 +143,32 @@ def _encode_slowly(kind, source, codes, begin, end, factor, lanes):  # type: ign
             error = size - (float_of(rounded) - float_of(steps))
             lost, total = lost + error * error, total + size * size
             worst = max(worst, bits_of(error) & _MAGNITUDE)
-    lanes[LOST], lanes[TOTAL], lanes[WORST] = bits_of(lost), bits_of(total), worst
+    lanes[group, LOST], lanes[group, TOTAL], lanes[group, WORST] = bits_of(lost), bits_of(total), worst
 
 
 @helper
-def _sums(lanes):  # type: ignore[no-untyped-def]
-    """Squared errors, squares and the largest error of a group, all in units of its scale."""
+def _sums(lanes, group, way):  # type: ignore[no-untyped-def]
+    """Squared errors, squares and the largest error of a group, all in units of its scale or of its elements."""
     lost, total, worst = _ZERO, _ZERO, np.uint32(0)
     for lane in range(LANES):
-        lost, total = lost + float_of(lanes[LOST + lane]), total + float_of(lanes[TOTAL + lane])
-        worst = max(worst, lanes[WORST + lane])
+        lost = lost + float_of(lanes[group, LOST + lane])
+        total = total + float_of(lanes[group, TOTAL + lane])
+        bits = lanes[group, WORST + lane]
+        if way == _UNSCALED:  # two of bf16
+            bits = max(np.uint32(bits & np.uint32(0xFFFF0000)), np.uint32(bits << np.uint32(16)))
+        worst = max(worst, bits)
     return lost, total, float_of(worst)
 
 
 @helper
-def _encode_quickly(kind: Word, source: Word, codes: Word, begin: Word, end: Word, factor: Word, lanes: Word) -> None:
+def _encode_quickly(kind: Word, source: Word, codes: Word, begin: Word, end: Word, factor: Word, home: Word) -> None:
     """Whole vectors of values that are finite and, times the factor, at most 448."""
     if kind == BF16:
-        encode_bf16_run(source, codes, begin, end, factor, lanes)
+        encode_bf16_run(source, codes, begin, end, factor, home)
     elif kind == FP16:
-        encode_fp16_run(source, codes, begin, end, factor, lanes)
+        encode_fp16_run(source, codes, begin, end, factor, home)
     else:
-        encode_fp32_run(source, codes, begin, end, factor, lanes)
+        encode_fp32_run(source, codes, begin, end, factor, home)
 
 
 @helper
@@ -170,13 +177,13 @@ def _way(kind, size, scale, factor, length):  # type: ignore[no-untyped-def]
     if size * factor > _MAX:
         return _SLOWLY
     square = _SQUARES_FROM <= size <= _SQUARES_TO and scale <= _SQUARES_TO
-    return _UNSCALED if kind == BF16 and square and length % (2 * LANES) == 0 else _SCALED
+    return _UNSCALED if kind == BF16 and square and length % AT_ONCE == 0 else _SCALED
 
 
 @helper
-def _relative(lanes, largest, has_infinity):  # type: ignore[no-untyped-def]
+def _relative(lanes, group, way, largest, has_infinity):  # type: ignore[no-untyped-def]
     """Relative L2 and largest error of a group from its sums; `largest` is in their units."""
-    lost, total, worst = _sums(lanes)
+    lost, total, worst = _sums(lanes, group, way)
     if has_infinity:
         return np.float32(np.inf), np.float32(np.inf)
     if total == _ZERO:
@@ -185,14 +192,40 @@ def _relative(lanes, largest, has_infinity):  # type: ignore[no-untyped-def]
 
 
 @helper
+def _lines(groups):  # type: ignore[no-untyped-def]
+    """Zeros, uint32 [groups, LANE_WORDS], whose vectors are whole cache lines.
+
+    A vector on two lines is slow to come back, and many times slower while codes are on their way past the caches.
+    """
+    count = groups * LANE_WORDS
+    memory = np.zeros(count + LANES, np.uint32)
+    skipped = (_LINE_BYTES - memory.ctypes.data % _LINE_BYTES) % _LINE_BYTES // 4
+    return memory[skipped : skipped + count].reshape(groups, LANE_WORDS)
+
+
+@helper
 def _encode(  # type: ignore[no-untyped-def]
-    kind, source, codes, scales, relative_l2, largest_error, groups, runs, length, group_stride, run_stride, given
+    kind,
+    source,
+    codes,
+    scales,
+    relative_l2,
+    largest_error,
+    groups,
+    runs,
+    length,
+    group_stride,
+    run_stride,
+    given,
+    ahead,
 ):
     _, infinity = _masks(kind)
-    lanes = np.zeros((groups, LANE_WORDS), np.uint32)
+    lanes = _lines(groups)
     largest = np.zeros(groups, np.uint32)
     factors = np.empty(groups, np.float32)
     ways, has_infinity = np.zeros(groups, np.uint8), np.zeros(groups, np.bool_)
+    lines = codes.ctypes.data % _LINE_BYTES + length % _LINE_BYTES + group_stride % _LINE_BYTES
+    stream = lines + run_stride % _LINE_BYTES == 0
     _find_largest(kind, source, groups, runs, length, group_stride, run_stride, lanes, largest)
     for group in range(groups):
         finite = largest[group] < infinity
@@ -209,71 +242,60 @@ def _encode(  # type: ignore[no-untyped-def]
             end = at + length
             if kind == BF16 and ways[group] == _UNSCALED:
                 smallest = np.uint16(bits_of(_SMALLEST * scales[group]) >> np.uint32(16))
-                encode_bf16_words(source, codes, at, end, smallest, lanes[group])
+                home = _row(lanes, group)
+                encode_bf16_words(source, codes, at, end, smallest, home, ERRORS_BY_LOW_BITS, ahead, stream)
                 at = end
             elif ways[group] != _SLOWLY:
-                _encode_quickly(kind, source, codes, at, end, factors[group], lanes[group])
+                _encode_quickly(kind, source, codes, at, end, factors[group], _row(lanes, group))
                 at = _whole(at, end, LANES)
             if at < end:
-                _encode_slowly(kind, source, codes, at, end, factors[group], lanes[group])
+                _encode_slowly(kind, source, codes, at, end, factors[group], lanes, group)
     for group in range(groups):
         unit = np.float32(1) if ways[group] == _UNSCALED else factors[group]
-        errors = _relative(lanes[group], widen(kind, largest[group]) * unit, has_infinity[group])
+        errors = _relative(lanes, group, ways[group], widen(kind, largest[group]) * unit, has_infinity[group])
         relative_l2[group], largest_error[group] = errors
 
 
-@compiled(f"void(uint16[::1], {_OUT}, {_SHAPE}, int64)")
-def encode_bf16(source, codes, scales, l2, most, groups, runs, length, group_stride, run_stride, given):  # type: ignore[no-untyped-def]
-    """Encode a part of bf16; `given` is the exponent of the scale of every group, or CHOOSE."""
-    _encode(BF16, source, codes, scales, l2, most, groups, runs, length, group_stride, run_stride, given)
-
-
-@compiled(f"void(uint16[::1], {_OUT}, {_SHAPE}, int64)")
-def encode_fp16(source, codes, scales, l2, most, groups, runs, length, group_stride, run_stride, given):  # type: ignore[no-untyped-def]
-    """Encode a part of fp16."""
-    _encode(FP16, source, codes, scales, l2, most, groups, runs, length, group_stride, run_stride, given)
-
-
-@compiled(f"void(uint32[::1], {_OUT}, {_SHAPE}, int64)")
-def encode_fp32(source, codes, scales, l2, most, groups, runs, length, group_stride, run_stride, given):  # type: ignore[no-untyped-def]
-    """Encode a part of fp32."""
-    _encode(FP32, source, codes, scales, l2, most, groups, runs, length, group_stride, run_stride, given)
-
-
 @helper
-def _decode(kind, codes, target, scales, groups, runs, length, group_stride, run_stride, tables):  # type: ignore[no-untyped-def]
-    """All 256 results of each group are computed first: then NaN, rounding and saturation cost nothing an element."""
-    for group in range(groups):
-        for code in range(256):
-            is_nan = code & NAN_CODE == NAN_CODE
-            tables[group, code] = nan_of(kind, code) if is_nan else narrow(kind, _VALUES[code] * scales[group])
-    for run in range(runs):
-        for group in range(groups):
-            at = group * group_stride + run * run_stride
-            end = at + length
-            if TABLE_LOOKUPS and kind != FP32:
-                decode_run(codes, target, tables[group], at, end, kind == FP16)
-                at = _whole(at, end, 2 * LANES)
-            for i in range(at, end):
-                target[i] = tables[group, codes[i]]
+def _encode_layers(kind, source, target, floats, first, end, form, k, v, given):  # type: ignore[no-untyped-def]
+    for layer in range(first, end):
+        begin, code_begin = layer * form.element_stride, layer * form.code_stride
+        scales = code_begin // 4 + form.scales
+        target[code_begin + form.codes : 4 * scales] = 0
+        target[4 * (scales + 3 * form.groups) : code_begin + form.code_stride] = 0
+        for part in (k, v):
+            after = begin + v.begin if part.begin < v.begin else begin + form.element_stride
+            here = begin + part.begin
+            near = after - here if part.count * source.itemsize <= _AHEAD_BYTES else 0
+            columns = scales + part.first_group
+            if part.count > 0:
+                _encode(
+                    kind,
+                    source[here : here + part.count],
+                    target[code_begin + part.begin : code_begin + part.begin + part.count],
+                    floats[columns : columns + part.groups],
+                    floats[columns + form.groups : columns + form.groups + part.groups],
+                    floats[columns + 2 * form.groups : columns + 2 * form.groups + part.groups],
+                    part.groups, part.runs, part.length, part.group_stride, part.run_stride, given, near,
+                )  # fmt: skip
 
 
-@compiled(f"void(uint8[::1], uint16[::1], float32[::1], {_SHAPE})")
-def decode_bf16(codes, target, scales, groups, runs, length, group_stride, run_stride):  # type: ignore[no-untyped-def]
-    """Decode a part to bf16."""
-    tables = np.empty((groups, 256), np.uint16)
-    _decode(BF16, codes, target, scales, groups, runs, length, group_stride, run_stride, tables)
+@compiled(types.void(U2, U1, F4, *LAYERS, FORM, PART, PART, types.int64))
+def encode_bf16(source, target, floats, first, end, form, k, v, given):  # type: ignore[no-untyped-def]
+    """Encode layers first..end of a block of bf16; `floats` is the target as float32.
+
+    `given` is the exponent of the scale of every group, or CHOOSE. A latent form has a V of no elements.
+    """
+    _encode_layers(BF16, source, target, floats, first, end, form, k, v, given)
 
 
-@compiled(f"void(uint8[::1], uint16[::1], float32[::1], {_SHAPE})")
-def decode_fp16(codes, target, scales, groups, runs, length, group_stride, run_stride):  # type: ignore[no-untyped-def]
-    """Decode a part to fp16."""
-    tables = np.empty((groups, 256), np.uint16)
-    _decode(FP16, codes, target, scales, groups, runs, length, group_stride, run_stride, tables)
+@compiled(types.void(U2, U1, F4, *LAYERS, FORM, PART, PART, types.int64))
+def encode_fp16(source, target, floats, first, end, form, k, v, given):  # type: ignore[no-untyped-def]
+    """Encode layers of a block of fp16."""
+    _encode_layers(FP16, source, target, floats, first, end, form, k, v, given)
 
 
-@compiled(f"void(uint8[::1], uint32[::1], float32[::1], {_SHAPE})")
-def decode_fp32(codes, target, scales, groups, runs, length, group_stride, run_stride):  # type: ignore[no-untyped-def]
-    """Decode a part to fp32."""
-    tables = np.empty((groups, 256), np.uint32)
-    _decode(FP32, codes, target, scales, groups, runs, length, group_stride, run_stride, tables)
+@compiled(types.void(U4, U1, F4, *LAYERS, FORM, PART, PART, types.int64))
+def encode_fp32(source, target, floats, first, end, form, k, v, given):  # type: ignore[no-untyped-def]
+    """Encode layers of a block of fp32."""
+    _encode_layers(FP32, source, target, floats, first, end, form, k, v, given)

@@ -7,7 +7,7 @@ run behind the last whole vector is done lane by lane by the caller. Memory is r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -19,13 +19,13 @@ from numba.extending import intrinsic as _numba_intrinsic
 from kvtierd.gpu.host_kernels.e4m3 import BF16, FP16, FP32
 
 LANES = 16
-_I8, _I16, _I32, _I64, _F32, _F16 = *(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType(), ir.HalfType()
-_INTS, _FLOATS, _BYTES = (ir.VectorType(kind, LANES) for kind in (_I32, _F32, _I8))
-_ELEMENTS = {BF16: _I16, FP16: _F16, FP32: _F32}
-_WORDS, _WIDE_BYTES = ir.VectorType(_I16, 2 * LANES), ir.VectorType(_I8, 2 * LANES)
+I8, I16, I32, I64, _F32, _F16 = *(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType(), ir.HalfType()
+INTS, FLOATS, _BYTES = (ir.VectorType(kind, LANES) for kind in (I32, _F32, I8))
+_ELEMENTS = {BF16: I16, FP16: _F16, FP32: _F32}
+WORDS, _WIDE_BYTES = ir.VectorType(I16, 2 * LANES), ir.VectorType(I8, 2 * LANES)
 
 TABLE_LOOKUPS = bool(llvm.get_host_cpu_features().get("avx512bw", False))
-"""Whether the processor looks up 64 entries of 16 bits at once (vpermi2w), which decoding is made of."""
+"""Whether the processor looks up 32 and 64 entries of 16 bits at once (vpermw, vpermi2w)."""
 
 
 def intrinsic(typing: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,7 +36,7 @@ def intrinsic(typing: Callable[..., Any]) -> Callable[..., Any]:
 
 def splat(value: int) -> Any:
     """A vector of one integer."""
-    return ir.Constant(_INTS, [value] * LANES)
+    return ir.Constant(INTS, [value] * LANES)
 
 
 def element_pointer(builder: Any, base: Any, index: Any, kind: Any) -> Any:
@@ -56,6 +56,27 @@ def store(builder: Any, value: Any, pointer: Any) -> None:
     builder.store(value, pointer).align = 1
 
 
+def store_streamed(builder: Any, value: Any, pointer: Any) -> None:
+    """Store a whole aligned cache line past the caches: it is not read first, and nothing else is pushed out.
+
+    Another thread sees it after the next locked instruction of this one, which every hand-over has.
+    """
+    kept = builder.store(value, pointer)
+    kept.align = 64
+    kept.set_metadata("nontemporal", builder.module.add_metadata([I32(1)]))
+
+
+def prefetch(builder: Any, pointer: Any) -> None:
+    """Ask for the cache line at a pointer to come into the second-level cache; never faults."""
+    kind = [pointer.type, I32, I32, I32]
+    builder.call(function(builder, "llvm.prefetch.p0", ir.VoidType(), kind), [pointer, I32(0), I32(2), I32(1)])
+
+
+def function(builder: Any, name: str, result: Any, arguments: Sequence[Any]) -> Any:
+    """One of LLVM's own functions."""
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
+
+
 def data(context: Any, builder: Any, kind: Any, array: Any) -> Any:
     """Pointer to the first element of an array."""
     return context.make_array(kind)(context, builder, array).data
@@ -65,9 +86,9 @@ def widened(builder: Any, kind: int, pointer: Any) -> Any:
     """LANES elements of a kind as float32."""
     values = load(builder, builder.bitcast(pointer, ir.VectorType(_ELEMENTS[kind], LANES).as_pointer()))
     if kind == FP16:
-        return builder.fpext(values, _FLOATS)
+        return builder.fpext(values, FLOATS)
     if kind == BF16:
-        return builder.bitcast(builder.shl(builder.zext(values, _INTS), splat(16)), _FLOATS)
+        return builder.bitcast(builder.shl(builder.zext(values, INTS), splat(16)), FLOATS)
     return values
 
 
@@ -83,11 +104,11 @@ def strided(builder: Any, begin: Any, end: Any, step: int, body: Callable[[Any],
     builder.branch(check)
     builder.position_at_end(check)
     at = builder.load(index)
-    fits = builder.icmp_signed("<=", builder.add(at, _I64(step)), end)
+    fits = builder.icmp_signed("<=", builder.add(at, I64(step)), end)
     builder.cbranch(fits, inside, after)
     builder.position_at_end(inside)
     body(at)
-    builder.store(builder.add(at, _I64(step)), index)
+    builder.store(builder.add(at, I64(step)), index)
     builder.branch(check)
     builder.position_at_end(after)
 
@@ -95,9 +116,9 @@ def strided(builder: Any, begin: Any, end: Any, step: int, body: Callable[[Any],
 class Lanes:
     """A vector that a loop changes: read from memory before it, written back behind it, in registers meanwhile."""
 
-    def __init__(self, builder: Any, array: Any, offset: int, kind: Any) -> None:
+    def __init__(self, builder: Any, home: Any, offset: int, kind: Any) -> None:
         self._builder = builder
-        self._home = element_pointer(builder, array, _I64(offset), kind)
+        self._home = element_pointer(builder, home, I64(offset), kind)
         self._place = cgutils.alloca_once(builder, kind)
         builder.store(load(builder, self._home), self._place)
 
@@ -111,18 +132,20 @@ class Lanes:
 
 
 LOST, TOTAL, WORST, LARGEST = (LANES * index for index in range(4))
-"""Where the lanes lie in the array that the loops share: squared errors, squares (float32), errors, elements (bits)."""
+"""Where the lanes lie in the memory (`home`, an address) that a group's loops share: squared errors, squares (both
+float32), errors, elements (both bits)."""
 LANE_WORDS = 4 * LANES
 
 
 def _encoder(kind: int) -> Any:
     @intrinsic
-    def encode(_typing: Any, source: Any, codes: Any, _begin: Any, _end: Any, _factor: Any, lanes: Any) -> Any:
+    def encode(_typing: Any, source: Any, codes: Any, _begin: Any, _end: Any, _factor: Any, _home: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            origin, target, home = (data(context, builder, signature.args[i], args[i]) for i in (0, 1, 5))
+            origin, target = (data(context, builder, signature.args[i], args[i]) for i in (0, 1))
+            home = builder.inttoptr(args[5], I32.as_pointer())
             factors = _broadcast(builder, args[4])
-            lost, total = Lanes(builder, home, LOST, _FLOATS), Lanes(builder, home, TOTAL, _FLOATS)
-            worst = Lanes(builder, home, WORST, _INTS)
+            lost, total = Lanes(builder, home, LOST, FLOATS), Lanes(builder, home, TOTAL, FLOATS)
+            worst = Lanes(builder, home, WORST, INTS)
 
             def step(at: Any) -> None:
                 values = builder.fmul(widened(builder, kind, builder.gep(origin, [at])), factors)
@@ -135,105 +158,48 @@ def _encoder(kind: int) -> Any:
                 part.write_back()
             return context.get_dummy_value()
 
-        return types.void(source, codes, types.int64, types.int64, types.float32, lanes), generate
+        return types.void(source, codes, types.int64, types.int64, types.float32, types.uint64), generate
 
     return encode
 
 
 def _round(builder: Any, values: Any) -> tuple[Any, Any, Any]:
     """Codes, errors and magnitudes of finite values of at most 448; as `e4m3.code_of` says."""
-    bits = builder.bitcast(values, _INTS)
+    bits = builder.bitcast(values, INTS)
     magnitude = builder.and_(bits, splat(0x7FFFFFFF))
     exponent = larger(builder, builder.and_(bits, splat(0x7F800000)), splat(121 << 23))
     steps = builder.add(exponent, splat(20 << 23))
-    added, size = builder.bitcast(steps, _FLOATS), builder.bitcast(magnitude, _FLOATS)
+    added, size = builder.bitcast(steps, FLOATS), builder.bitcast(magnitude, FLOATS)
     rounded = builder.fadd(size, added)
     error = builder.fsub(size, builder.fsub(rounded, added))
-    code = builder.sub(builder.bitcast(rounded, _INTS), steps)
+    code = builder.sub(builder.bitcast(rounded, INTS), steps)
     code = builder.add(code, builder.lshr(exponent, splat(20)))
     code = builder.sub(code, splat(1128 - 160))
     code = builder.or_(code, builder.and_(builder.lshr(bits, splat(24)), splat(0x80)))
     return builder.trunc(code, _BYTES), error, size
 
 
-@intrinsic
-def encode_bf16_words(_typing: Any, source: Any, codes: Any, _begin: Any, _end: Any, _smallest: Any, lanes: Any) -> Any:
-    """`encode_bf16_words(source, codes, begin, end, smallest, lanes)`: as `encode_bf16_run`, in fewer instructions.
-
-    32 elements at once, unscaled: exponents are worked on in lanes of 16 bits, and only the sum that rounds is one of
-    float32. `smallest` is the scaled 2^-6 as bf16 bits. Elements are finite, of at most 448 scales, and scales and
-    elements of a size that squares of float32 hold; errors are in units of the elements.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        origin, target, home = (data(context, builder, signature.args[i], args[i]) for i in (0, 1, 5))
-        smallest = _same_words(builder, args[4])
-        lost, total = Lanes(builder, home, LOST, _FLOATS), Lanes(builder, home, TOTAL, _FLOATS)
-        worst = Lanes(builder, home, WORST, _INTS)
-
-        def step(at: Any) -> None:
-            words = load(builder, element_pointer(builder, origin, at, _WORDS))
-            magnitudes = builder.and_(words, _words(0x7FFF))
-            exponents = larger(builder, builder.and_(words, _words(0x7F80)), smallest)
-            added = _halves(builder, builder.add(exponents, _words(20 << 7)))
-            sums = []
-            for size, steps in zip(_halves(builder, magnitudes), added, strict=True):
-                rounded = builder.fadd(size, steps)
-                sums.append(builder.bitcast(rounded, _INTS))
-                _account(builder, size, builder.fsub(size, builder.fsub(rounded, steps)), lost, total, worst)
-            # The lower half of a sum's bits is the count of steps: the upper bits of its fraction are zero.
-            counts = builder.or_(builder.and_(sums[0], splat(0xFFFF)), builder.shl(sums[1], splat(16)))
-            code = builder.add(builder.bitcast(counts, _WORDS), builder.lshr(exponents, _words(4)))
-            code = builder.sub(code, builder.lshr(smallest, _words(4)))
-            code = builder.or_(code, builder.and_(builder.lshr(words, _words(8)), _words(0x80)))
-            store(builder, builder.trunc(code, _WIDE_BYTES), element_pointer(builder, target, at, _WIDE_BYTES))
-
-        strided(builder, args[2], args[3], 2 * LANES, step)
-        for part in (lost, total, worst):
-            part.write_back()
-        return context.get_dummy_value()
-
-    return types.void(source, codes, types.int64, types.int64, types.uint16, lanes), generate
-
-
-def _words(value: int) -> Any:
-    return ir.Constant(_WORDS, [value] * (2 * LANES))
-
-
-def _same_words(builder: Any, value: Any) -> Any:
-    one = builder.insert_element(ir.Constant(_WORDS, ir.Undefined), value, _I32(0))
-    places = ir.Constant(ir.VectorType(_I32, 2 * LANES), None)
-    return builder.shuffle_vector(one, ir.Constant(_WORDS, ir.Undefined), places)
-
-
-def _halves(builder: Any, words: Any) -> tuple[Any, Any]:
-    """The even and the odd bf16 of a vector as float32."""
-    pairs = builder.bitcast(words, _INTS)
-    parts = builder.shl(pairs, splat(16)), builder.and_(pairs, splat(0xFFFF0000))
-    return builder.bitcast(parts[0], _FLOATS), builder.bitcast(parts[1], _FLOATS)
-
-
 def _account(builder: Any, size: Any, error: Any, lost: Lanes, total: Lanes, worst: Lanes) -> None:
     """Add a vector of magnitudes and of errors to what is known of a group."""
-    lost.update(lambda seen: _multiply_add(builder, error, error, seen))
-    total.update(lambda seen: _multiply_add(builder, size, size, seen))
-    bits = builder.and_(builder.bitcast(error, _INTS), splat(0x7FFFFFFF))
+    lost.update(lambda seen: multiply_add(builder, error, error, seen))
+    total.update(lambda seen: multiply_add(builder, size, size, seen))
+    bits = builder.and_(builder.bitcast(error, INTS), splat(0x7FFFFFFF))
     worst.update(lambda seen: larger(builder, bits, seen))
 
 
-def _multiply_add(builder: Any, left: Any, right: Any, start: Any) -> Any:
-    function = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
-    fma = cgutils.get_or_insert_function(builder.module, function, f"llvm.fmuladd.v{LANES}f32")
+def multiply_add(builder: Any, left: Any, right: Any, start: Any) -> Any:
+    """left * right + start, fused where that is as fast."""
+    fma = function(builder, f"llvm.fmuladd.v{LANES}f32", FLOATS, [FLOATS] * 3)
     return builder.call(fma, [left, right, start])
 
 
 def _broadcast(builder: Any, value: Any) -> Any:
-    one = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), value, _I32(0))
-    return builder.shuffle_vector(one, ir.Constant(_FLOATS, ir.Undefined), ir.Constant(_INTS, None))
+    one = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), value, I32(0))
+    return builder.shuffle_vector(one, ir.Constant(FLOATS, ir.Undefined), ir.Constant(INTS, None))
 
 
 encode_bf16_run, encode_fp16_run, encode_fp32_run = (_encoder(kind) for kind in (BF16, FP16, FP32))
-"""`encode_…_run(source, codes, begin, end, factor, lanes)` over the whole vectors of begin..end."""
+"""`encode_…_run(source, codes, begin, end, factor, home)` over the whole vectors of begin..end."""
 
 
 def _finder(bits: int) -> Any:
@@ -241,9 +207,10 @@ def _finder(bits: int) -> Any:
     vector = ir.VectorType(ir.IntType(bits), 512 // bits)
 
     @intrinsic
-    def find(_typing: Any, source: Any, _begin: Any, _end: Any, lanes: Any) -> Any:
+    def find(_typing: Any, source: Any, _begin: Any, _end: Any, _home: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            origin, home = (data(context, builder, signature.args[i], args[i]) for i in (0, 3))
+            origin = data(context, builder, signature.args[0], args[0])
+            home = builder.inttoptr(args[3], I32.as_pointer())
             most = Lanes(builder, home, LARGEST, vector)
             mask = ir.Constant(vector, [(1 << (bits - 1)) - 1] * vector.count)
 
@@ -255,13 +222,13 @@ def _finder(bits: int) -> Any:
             most.write_back()
             return context.get_dummy_value()
 
-        return types.void(source, types.int64, types.int64, lanes), generate
+        return types.void(source, types.int64, types.int64, types.uint64), generate
 
     return find
 
 
 largest_of_16_bits, largest_of_32_bits = _finder(16), _finder(32)
-"""`largest_of_…(source, begin, end, lanes)` over the whole vectors (64 bytes each) of begin..end."""
+"""`largest_of_…(source, begin, end, home)` over the whole vectors (64 bytes each) of begin..end."""
 
 
 @intrinsic
@@ -273,27 +240,26 @@ def decode_run(_typing: Any, codes: Any, target: Any, table: Any, _begin: Any, _
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         origin, result, entries = (data(context, builder, signature.args[index], args[index]) for index in range(3))
-        quarters = [load(builder, element_pointer(builder, entries, _I64(32 * part), _WORDS)) for part in range(4)]
-        kind = ir.FunctionType(_WORDS, [_WORDS] * 3)
-        lookup = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpermi2var.hi.512")
-        wide = ir.VectorType(_I8, 2 * LANES)
+        quarters = [load(builder, element_pointer(builder, entries, I64(32 * part), WORDS)) for part in range(4)]
+        lookup = function(builder, "llvm.x86.avx512.vpermi2var.hi.512", WORDS, [WORDS] * 3)
+        wide = ir.VectorType(I8, 2 * LANES)
         flags = ir.VectorType(ir.IntType(1), 2 * LANES)
         all_signs = builder.select(
             args[5], ir.Constant(flags, [1] * flags.count), ir.Constant(flags, [0] * flags.count)
         )
 
         def constant(value: int) -> Any:
-            return ir.Constant(_WORDS, [value] * (2 * LANES))
+            return ir.Constant(WORDS, [value] * (2 * LANES))
 
         def step(at: Any) -> None:
-            code = builder.zext(load(builder, element_pointer(builder, origin, at, wide)), _WORDS)
+            code = builder.zext(load(builder, element_pointer(builder, origin, at, wide)), WORDS)
             low, high = (builder.call(lookup, [first, code, second]) for first, second in (quarters[:2], quarters[2:]))
             upper = builder.icmp_unsigned("!=", builder.and_(code, constant(64)), constant(0))
             value = builder.select(upper, high, low)
             number = builder.icmp_unsigned("!=", builder.and_(code, constant(0x7F)), constant(0x7F))
             signs = builder.select(builder.or_(number, all_signs), constant(0x8000), constant(0))
             sign = builder.and_(builder.shl(code, constant(8)), signs)
-            store(builder, builder.or_(value, sign), element_pointer(builder, result, at, _WORDS))
+            store(builder, builder.or_(value, sign), element_pointer(builder, result, at, WORDS))
 
         strided(builder, args[3], args[4], 2 * LANES, step)
         return context.get_dummy_value()

@@ -2,9 +2,10 @@
 
 8 KV heads, dim 128, 8 layers of 128 tokens: 4 MiB a block. Ours finds a scale for each head and records two errors a
 head; torch casts the same elements to `float8_e4m3fn` and back without either, `x.to(dtype)` a block, and once more
-into a tensor that is there already. Both sides have the same number of threads and a working set of over four times
-the last-level cache. The copy is NumPy's, of the bf16 bytes. Every rate is of the bytes of bf16. Gather and scatter
-move the same blocks out of and into an engine's cache of pages of 16 tokens in random order, K and V in one buffer.
+into a tensor that is there already. Both sides have the same number of threads, each with a CPU of its own, and a
+working set of over four times the last-level cache in huge pages. The copy is NumPy's, of the bf16 bytes. Every rate is
+of the bytes of bf16. Gather and scatter move the same blocks out of and into an engine's cache of pages of 16 tokens in
+random order, K and V in one buffer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +22,7 @@ import numpy as np
 
 from kvtierd.bench.copies import Threads, private_memory
 from kvtierd.bench.options import Options, l3_bytes, need_memory, thread_count
+from kvtierd.bench.placement import own_cpu, own_cpus
 from kvtierd.bench.rounds import alternate, timed
 from kvtierd.bench.rows import BenchError, Row, make_row
 from kvtierd.core.checksum import Bytes
@@ -29,6 +33,8 @@ from kvtierd.gpu.paged_layout import two_inside
 
 SHAPE = Geometry(block_size=128, layers=8, kv_heads=8, k_dim=128, v_dim=128)
 PAGE_TOKENS = 16
+SETTLE_S = 0.05
+"""Threads of OpenMP spin for some milliseconds after their work, which whoever is measured next would pay for."""
 _CAST = "torch's plain cast, x.to(dtype) a block"
 _INTO = "torch's cast into a tensor that is there"
 _COPY = "NumPy's copy of the bf16 bytes, as many threads"
@@ -39,9 +45,9 @@ class Blocks:
 
     def __init__(self, count: int) -> None:
         self.codec, self.count = BlockCodec(SHAPE), count
-        self.exact = private_memory(count * SHAPE.slot_bytes, 1).reshape(count, -1)
-        self.encoded = private_memory(count * self.codec.layout.slot_bytes, 2).reshape(count, -1)
-        self.back = private_memory(count * SHAPE.slot_bytes, 3).reshape(count, -1)
+        self.exact = private_memory(count * SHAPE.slot_bytes, 1, huge=True).reshape(count, -1)
+        self.encoded = private_memory(count * self.codec.layout.slot_bytes, 2, huge=True).reshape(count, -1)
+        self.back = private_memory(count * SHAPE.slot_bytes, 3, huge=True).reshape(count, -1)
         numbers = np.random.default_rng(4).standard_normal(SHAPE.slot_bytes // 2, np.float32)
         self.exact[:] = (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
         self.bytes = self.exact.nbytes
@@ -49,7 +55,7 @@ class Blocks:
         self.layouts = two_inside(SHAPE, PAGE_TOKENS)
         pages = np.random.default_rng(5).permutation(count * rows)
         self.tables = pages.astype(np.int64).reshape(count, rows)
-        self.engine = private_memory(self.bytes, 6).reshape(SHAPE.layers, -1)
+        self.engine = private_memory(self.bytes, 6, huge=True).reshape(SHAPE.layers, -1)
 
     def encode(self, threads: Threads) -> None:
         """Encode all, the layers shared out on the threads."""
@@ -96,8 +102,12 @@ class Torch:
         self._torch.set_num_threads(threads)
         self._small = self._torch.float8_e4m3fn
         self._exact = [self._tensor(block) for block in blocks.exact]
-        self._codes = [tensor.to(self._small) for tensor in self._exact]
+        self._codes: list[Any] = []
         self._back = [self._tensor(block) for block in blocks.back]
+
+    def start(self) -> None:
+        """Cast everything once: threads start, and there is memory to cast into."""
+        self._codes = [tensor.to(self._small) for tensor in self._exact]
 
     def _tensor(self, block: Bytes) -> Any:
         return self._torch.from_numpy(block).view(self._torch.bfloat16)
@@ -129,10 +139,21 @@ def rows(options: Options) -> Iterator[Row]:
         raise BenchError("the codec's reference is torch: pip install 'kvtierd[demo]'")
     count = 4 * l3_bytes() // SHAPE.slot_bytes + 1
     need_memory(8 * count * SHAPE.slot_bytes)
-    threads = Threads(thread_count())
+    yield from rows_of(count, options.rounds(11, 5), thread_count())
+
+
+def rows_of(count: int, rounds: int, thread_count: int) -> Iterator[Row]:
+    """The rows over so many blocks."""
+    threads, cpus = Threads(thread_count), os.sched_getaffinity(0)
     try:
         blocks = Blocks(count)
-        yield from _rows(blocks, Torch(blocks, threads.count), threads, options.rounds(11, 5))
+        with own_cpus(cpus, caller_joins=False):
+            blocks.encode(threads)
+        torch = Torch(blocks, threads.count)
+        with own_cpus(cpus, caller_joins=True):
+            torch.start()
+        with own_cpu():
+            yield from _rows(blocks, torch, threads, rounds)
     finally:
         threads.close()
 
@@ -151,7 +172,9 @@ def _rows(blocks: Blocks, torch: Torch, threads: Threads, rounds: int) -> Iterat
     )
 
     def rate(work: Callable[[], None]) -> float:
-        return blocks.bytes / timed(work) / 1e9
+        seconds = timed(work)
+        time.sleep(SETTLE_S)
+        return blocks.bytes / seconds / 1e9
 
     rates = alternate([functools.partial(rate, work) for work in works], rounds)
     encode, cast, cast_into, copy, decode, back, back_into, gathered, scattered = rates

@@ -11,10 +11,19 @@ import numpy as np
 
 from kvtierd.core.checksum import Bytes
 
+_HUGE_BYTES = 2 << 20
 
-def private_memory(count: int, seed: int) -> Bytes:
-    """`count` random bytes in a private mapping, every page present; no page is a copy of the zero page."""
-    memory: Bytes = np.frombuffer(mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+
+def private_memory(count: int, seed: int, *, huge: bool = False) -> Bytes:
+    """`count` random bytes in a private mapping, every page present; no page is a copy of the zero page.
+
+    `huge`: in huge pages where the kernel gives them, as the pool of a device and NumPy's own large arrays are.
+    """
+    mapping = mmap.mmap(-1, count + huge * _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory: Bytes = np.frombuffer(mapping, np.uint8)
+    if huge:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+        memory = memory[-memory.ctypes.data % _HUGE_BYTES :][:count]
     words = memory[: count // 8 * 8].view(np.uint64)
     words[:] = np.random.default_rng(seed).integers(0, 2**63, 1 << 17, np.uint64)[np.arange(words.size) % (1 << 17)]
     return memory

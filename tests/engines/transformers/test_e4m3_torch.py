@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvtierd.gpu.host_kernels import codec as kernels
+from kvtierd.core.geometry import Geometry
+from kvtierd.gpu.codec import BlockCodec
 
 pytestmark = pytest.mark.engines
 _FOLDER = Path(__file__).resolve().parents[2] / "unit/gpu"
@@ -33,17 +34,18 @@ def test_the_golden_tables_are_what_torch_says_now(generator: ModuleType) -> Non
 
 def test_scaled_codes_and_values_of_float32_are_torchs() -> None:
     values = torch.randn(1 << 20, generator=torch.Generator().manual_seed(7))
-    codes, out = np.zeros(values.numel(), np.uint8), np.zeros(3, np.float32)
-    bits = values.numpy().view(np.uint32)
-    shape = (1, 1, values.numel(), 0, 0)
-    kernels.encode_fp32(bits, codes, out[:1], out[1:2], out[2:], *shape, kernels.CHOOSE)
-    scale = float(out[0])
+    shape = {"block_size": 1 << 10, "layers": 1, "kv_heads": 1, "k_dim": 1 << 10, "v_dim": 0}
+    codec, bf16 = BlockCodec(Geometry(**shape, dtype="fp32")), BlockCodec(Geometry(**shape))
+    encoded, back = np.zeros(codec.layout.slot_bytes, np.uint8), np.zeros(values.numel() * 2, np.uint8)
+    codec.encode(values.numpy().view(np.uint8), encoded)
+    scale = float(codec.scales(encoded)[0, 0])
     assert scale == 2.0**-6
     wanted = (values / scale).to(torch.float8_e4m3fn)
-    assert np.array_equal(codes, wanted.view(torch.uint8).numpy())
-    back = np.zeros(codes.size, np.uint16)
-    kernels.decode_bf16(codes, back, out[:1], *shape)
-    assert np.array_equal(back, (wanted.to(torch.float32) * scale).to(torch.bfloat16).view(torch.uint16).numpy())
+    assert np.array_equal(encoded[: values.numel()], wanted.view(torch.uint8).numpy())
+    bf16.decode(encoded, back)
+    expected = (wanted.to(torch.float32) * scale).to(torch.bfloat16).view(torch.uint16).numpy()
+    assert np.array_equal(back.view(np.uint16), expected)
+    out = [scale, codec.relative_l2(encoded)[0, 0], codec.largest_error(encoded)[0, 0]]
     error = values - wanted.to(torch.float32) * scale
     np.testing.assert_allclose(out[1], (error.norm() / values.norm()).item(), rtol=1e-4)
     np.testing.assert_allclose(out[2], (error.abs().max() / values.abs().max()).item(), rtol=1e-6)

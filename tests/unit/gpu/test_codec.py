@@ -90,6 +90,32 @@ def test_case_25_every_dtype_layout_and_shape_agrees_with_the_definition(shape: 
     assert_agrees_with_the_oracle(random_block(geometry, 7), geometry)
 
 
+def aligned(count: int, beyond: int) -> Bytes:
+    """Memory that begins so many bytes behind the begin of a cache line."""
+    memory = np.full(count + 128, 0xEE, np.uint8)
+    begin = -memory.ctypes.data % 64 + beyond
+    return memory[begin : begin + count]
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+@pytest.mark.parametrize("dim", [32, 64, 96, 128])
+def test_codes_are_the_same_wherever_they_go_and_with_small_numbers_among_large_ones(dim: int, layout: str) -> None:
+    """On whole cache lines and off them, in vectors that hold only normal numbers of e4m3 and in those that do not."""
+    geometry = Geometry(block_size=6, layers=2, kv_heads=2, k_dim=dim, v_dim=dim, layout=layout)
+    block = random_block(geometry, 5)
+    elements = block.view(np.uint16)
+    few = np.random.default_rng(6).integers(0, elements.size, elements.size // 200)
+    elements[few] = elements[few] & 0x807F | np.arange(few.size, dtype=np.uint16) % 30 + 100 << 7
+    assert_agrees_with_the_oracle(block, geometry)
+    codec = BlockCodec(geometry)
+    found = []
+    for beyond in (0, 4, 32):
+        found.append(aligned(codec.layout.slot_bytes, beyond))
+        codec.encode(block, found[-1])
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2])
+
+
 @given(st.data())
 def test_any_bits_at_all_agree_with_the_definition(data: st.DataObject) -> None:
     """Random bits hold NaN, Inf, denormals and sizes from one end of the range to the other."""

@@ -10,11 +10,14 @@ import numpy.typing as npt
 import pytest
 
 from kvtierd.gpu.host_kernels import codec as kernels
+from kvtierd.gpu.host_kernels import codec_decode
+from kvtierd.gpu.host_kernels.codec_form import Form, Part
+from kvtierd.gpu.host_kernels.e4m3 import e4m3_values
 
 Array = npt.NDArray[np.generic]
 _FILE = Path(__file__).with_name("e4m3_golden.bin")
 _ENCODERS = {"bf16": kernels.encode_bf16, "fp16": kernels.encode_fp16, "fp32": kernels.encode_fp32}
-_DECODERS = {"bf16": kernels.decode_bf16, "fp16": kernels.decode_fp16, "fp32": kernels.decode_fp32}
+_DECODERS = {"bf16": codec_decode.decode_bf16, "fp16": codec_decode.decode_fp16, "fp32": codec_decode.decode_fp32}
 _ALL = np.arange(65536, dtype=np.uint16)
 
 
@@ -32,16 +35,28 @@ def golden() -> dict[str, Array]:
     return found
 
 
+def one_group(count: int) -> tuple[Form, Part, Part]:
+    """A layer of one group of so many elements in one run, with room for its scale behind them."""
+    scales = -(-count // 64) * 16
+    form = Form(count, count, 4 * scales + 64, count, scales, 1)
+    return form, Part(0, count, 0, 1, 1, count, 0, 0), Part(count, 0, 0, 1, 0, 0, 0, 0)
+
+
 def encoded(kind: str, elements: Array, exponent: int = 0) -> tuple[Array, npt.NDArray[np.float32]]:
     """Codes of one group with a given scale, and (scale, relative L2, largest error)."""
-    codes, out = np.zeros(elements.size, np.uint8), np.zeros(3, np.float32)
-    _ENCODERS[kind](elements, codes, out[:1], out[1:2], out[2:], 1, 1, elements.size, 0, 0, exponent)
-    return codes, out
+    form, k, v = one_group(elements.size)
+    target = np.full(form.code_stride, 0xEE, np.uint8)
+    _ENCODERS[kind](elements, target, target.view(np.float32), 0, 1, form, k, v, exponent)
+    return target[: elements.size], target.view(np.float32)[form.scales : form.scales + 3]
 
 
 def decoded(kind: str, codes: Array, scale: float = 1.0) -> Array:
+    form, k, v = one_group(codes.size)
+    source = np.zeros(form.code_stride, np.uint8)
+    source[: codes.size] = codes
+    source.view(np.float32)[form.scales] = scale
     out = np.zeros(codes.size, np.uint32 if kind == "fp32" else np.uint16)
-    _DECODERS[kind](codes, out, np.array([scale], np.float32), 1, 1, codes.size, 0, 0)
+    _DECODERS[kind](source, source.view(np.float32), out, 0, 1, form, k, v)
     return out
 
 
@@ -96,6 +111,6 @@ def test_a_value_beyond_the_range_decodes_to_the_largest_finite_one() -> None:
 
 def test_a_scale_that_is_no_power_of_two_decodes_to_the_nearest_value() -> None:
     codes = np.arange(0x7F, dtype=np.uint8)
-    values = kernels.e4m3_values()[codes] * np.float32(0.3)
+    values = e4m3_values()[codes] * np.float32(0.3)
     assert np.array_equal(decoded("fp32", codes, 0.3).view(np.float32), values)
     assert np.array_equal(decoded("fp16", codes, 0.3).view(np.float16), values.astype(np.float16))
