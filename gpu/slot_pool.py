@@ -108,7 +108,7 @@ class SlotPool:
         pages = slab_bytes // PAGE_BYTES
         # A power of two that divides a slab's pages: rounding its slots up to whole runs never exceeds its pages.
         run_slots = min(RUN_SLOTS, max(1, pages & -pages))
-        self._shift, self._mask = run_slots.bit_length() - 1, run_slots - 1
+        self.shift, self.mask = run_slots.bit_length() - 1, run_slots - 1
         self.slots_max = pages * slabs_max
         self.row: Slots = reserve((self.slots_max,), np.int32, huge=False)
         self.holds: npt.NDArray[np.int32] = reserve((self.slots_max,), np.int32, huge=False)
@@ -116,10 +116,10 @@ class SlotPool:
         self._by_shape: dict[tuple[int, int, str], SlotClass] = {}
         self._slab_class = np.full(slabs_max, -1, np.int32)
         self._slab_runs: list[npt.NDArray[np.int32]] = [np.empty(0, np.int32)] * slabs_max
-        self._runs = _Runs(self.slots_max >> self._shift)
-        self._run_slab: npt.NDArray[np.int32] = reserve((self.slots_max >> self._shift,), np.int32, huge=False)
-        self._run_first: npt.NDArray[np.int32] = reserve((self.slots_max >> self._shift,), np.int32, huge=False)
-        self._run_sums: npt.NDArray[np.int32] = reserve((self.slots_max >> self._shift,), np.int32, huge=False)
+        self._runs = _Runs(self.slots_max >> self.shift)
+        self.run_slab: npt.NDArray[np.int32] = reserve((self.slots_max >> self.shift,), np.int32, huge=False)
+        self.run_first: npt.NDArray[np.int32] = reserve((self.slots_max >> self.shift,), np.int32, huge=False)
+        self.run_sums: npt.NDArray[np.int32] = reserve((self.slots_max >> self.shift,), np.int32, huge=False)
 
     def class_for(self, slot_bytes: int, layers: int, tenant: str) -> SlotClass:
         """Return the class of a slot shape, making it when it is new. The slot must fit a slab."""
@@ -140,12 +140,12 @@ class SlotPool:
         """Give a slab to a class: its slots become free ones. Returns their numbers, in the order of their places."""
         assert self._slab_class[slab] == -1, f"slab {slab} has an owner"
         self._slab_class[slab] = cls.id
-        runs = self._runs.take((cls.slots_per_slab + self._mask) >> self._shift)
+        runs = self._runs.take((cls.slots_per_slab + self.mask) >> self.shift)
         self._slab_runs[slab] = runs.astype(np.int32)
-        first = np.arange(runs.size) << self._shift
-        self._run_slab[runs] = slab
-        self._run_first[runs] = first
-        self._run_sums[runs] = cls.next_ordinal() * cls.slots_per_slab + first
+        first = np.arange(runs.size) << self.shift
+        self.run_slab[runs] = slab
+        self.run_first[runs] = first
+        self.run_sums[runs] = cls.next_ordinal() * cls.slots_per_slab + first
         cls.slabs.append(slab)
         slots = self.slots_of(slab)
         self.row[slots] = NO_SLOT
@@ -165,13 +165,13 @@ class SlotPool:
         cls.slabs.remove(slab)
         self._slab_class[slab] = -1
         runs = self._slab_runs[slab].astype(np.int64)
-        heapq.heappush(cls.ordinals_freed, int(self._run_sums[runs[0]]) // cls.slots_per_slab)
+        heapq.heappush(cls.ordinals_freed, int(self.run_sums[runs[0]]) // cls.slots_per_slab)
         self._runs.give(runs)
 
     def slots_of(self, slab: int) -> Slots:
         """Every slot number of a slab, in the order of their places."""
         cls = self.classes[self._slab_class[slab]]
-        numbers = (self._slab_runs[slab] << self._shift)[:, None] + np.arange(self._mask + 1)
+        numbers = (self._slab_runs[slab] << self.shift)[:, None] + np.arange(self.mask + 1)
         return numbers.ravel()[: cls.slots_per_slab].astype(np.int32)
 
     def take(self, cls: SlotClass, count: int) -> Slots:
@@ -201,21 +201,21 @@ class SlotPool:
 
     def place(self, slot: int) -> tuple[int, int]:
         """Slab of a slot, and which of the slab's slots it is."""
-        run = slot >> self._shift
-        return self._run_slab.item(run), self._run_first.item(run) + (slot & self._mask)
+        run = slot >> self.shift
+        return self.run_slab.item(run), self.run_first.item(run) + (slot & self.mask)
 
     def class_of(self, slot: int) -> SlotClass:
         """The class whose slot it is."""
-        return self.classes[self._slab_class.item(self._run_slab.item(slot >> self._shift))]
+        return self.classes[self._slab_class.item(self.run_slab.item(slot >> self.shift))]
 
     def slabs_of(self, slots: Slots) -> npt.NDArray[np.int32]:
         """Slab numbers of slots."""
-        slabs: npt.NDArray[np.int32] = self._run_slab[slots >> self._shift]
+        slabs: npt.NDArray[np.int32] = self.run_slab[slots >> self.shift]
         return slabs
 
     def indices(self, slots: Slots) -> npt.NDArray[np.int32]:
         """Which of their slab's slots these are."""
-        places: npt.NDArray[np.int32] = self._run_first[slots >> self._shift] + (slots & self._mask)
+        places: npt.NDArray[np.int32] = self.run_first[slots >> self.shift] + (slots & self.mask)
         return places
 
     def class_ids(self, slots: Slots) -> npt.NDArray[np.int32]:
@@ -229,5 +229,5 @@ class SlotPool:
 
     def sum_rows(self, slots: Slots) -> npt.NDArray[np.int32]:
         """Row of each slot in its class's `sums`."""
-        rows: npt.NDArray[np.int32] = self._run_sums[slots >> self._shift] + (slots & self._mask)
+        rows: npt.NDArray[np.int32] = self.run_sums[slots >> self.shift] + (slots & self.mask)
         return rows

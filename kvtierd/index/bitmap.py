@@ -42,7 +42,7 @@ _POSITIONS = types.int64[::1]
 
 
 @compiled(types.int64(WORDS, NODES, LEVELS, _POSITIONS, types.int64, types.boolean))
-def _write(words: Words, nodes: Nodes, levels: Levels, positions: Positions, capacity: int, value: bool) -> int:
+def write(words: Words, nodes: Nodes, levels: Levels, positions: Positions, capacity: int, value: bool) -> int:
     """Set or clear positions; returns how many changed, or -1, and nothing done, when one is outside.
 
     Neighbours in order share the work on their leaf.
@@ -170,7 +170,7 @@ def _run_from(words: Words, nodes: Nodes, levels: Levels, start: int) -> Word:
 
 
 @compiled(types.int64(WORDS, NODES, LEVELS, _POSITIONS))
-def _choose(words: Words, nodes: Nodes, levels: Levels, out: Positions) -> Word:
+def choose(words: Words, nodes: Nodes, levels: Levels, out: Positions) -> Word:
     """Name up to `out.size` set positions: neighbours where a run is long enough, else the first ones there are."""
     taken: Word = np.int64(0)
     position: Word = _find_run(words, nodes, levels, out.size, 0)
@@ -208,6 +208,11 @@ class HierarchicalBitmap:
         if filled:
             self.set_range(0, capacity)
 
+    @property
+    def columns(self) -> tuple[Words, Nodes, Levels]:
+        """Bits, summaries and levels, for compiled code that works on them (`choose`, `write`)."""
+        return self._words, self._nodes, self._levels
+
     def nbytes(self, positions: int) -> int:
         """RAM that bits and summaries of positions below `positions` take, in whole pages."""
         leaves = -(-positions // LEAF_BITS)
@@ -234,7 +239,7 @@ class HierarchicalBitmap:
         """Clear up to `count` set positions and return them in order: neighbours if a run is long enough."""
         out = np.empty(max(0, count), np.int64)
         if count > 0:
-            out = out[: _choose(self._words, self._nodes, self._levels, out)]
+            out = out[: choose(self._words, self._nodes, self._levels, out)]
             self._write(out, value=False)
         return out
 
@@ -270,7 +275,7 @@ class HierarchicalBitmap:
 
     def _write(self, positions: Positions, *, value: bool) -> int:
         wanted = np.ascontiguousarray(positions, np.int64)
-        changed = _write(self._words, self._nodes, self._levels, wanted, self.capacity, value)
+        changed = write(self._words, self._nodes, self._levels, wanted, self.capacity, value)
         if changed < 0:
             raise self._outside(wanted)
         return changed

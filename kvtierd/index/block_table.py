@@ -43,7 +43,7 @@ _FRESH, _FREED = 0, 1
 
 
 @compiled(types.int64(_WORDS32, ROW_NUMBERS, types.int64[::1], ROW_NUMBERS))
-def _alloc(words: npt.NDArray[np.int32], freed: Rows, counts: npt.NDArray[np.int64], out: Rows) -> int:
+def alloc_rows(words: npt.NDArray[np.int32], freed: Rows, counts: npt.NDArray[np.int64], out: Rows) -> int:
     """Take rows for `out`, freed ones first, and give them the state of a block that is nowhere yet."""
     taken = 0
     while taken < out.size:
@@ -64,7 +64,7 @@ def _alloc(words: npt.NDArray[np.int32], freed: Rows, counts: npt.NDArray[np.int
 
 
 @compiled(types.int64(_WORDS32, ROW_NUMBERS, types.int64[::1], ROW_NUMBERS))
-def _free(words: npt.NDArray[np.int32], freed: Rows, counts: npt.NDArray[np.int64], rows: Rows) -> int:
+def free_rows(words: npt.NDArray[np.int32], freed: Rows, counts: npt.NDArray[np.int64], rows: Rows) -> int:
     """Give rows back; returns how many, which is less than all at the first number that is no row in use."""
     for index, row in enumerate(rows):
         if row < 0 or row >= counts[_FRESH] or (words[row, _NAMESPACE_AT] & NO_NAMESPACE) == NO_NAMESPACE:
@@ -122,19 +122,22 @@ class BlockTable:
         self.pins: npt.NDArray[np.uint16] = reserve((capacity,), np.uint16)
         self.words: npt.NDArray[np.int32] = self.records.view(np.int32)
         self.octets: npt.NDArray[np.uint8] = self.records.view(np.uint8)
-        self._freed: Rows = reserve((capacity,), np.int32)
-        self._counts = np.zeros(2, np.int64)
-        self._backing = [Backing(array, ROWS_AHEAD) for array in (self.records, self.block_sum, self.pins, self._freed)]
+        self.freed: Rows = reserve((capacity,), np.int32)
+        """Free rows, as a stack."""
+        self.counts = np.zeros(2, np.int64)
+        """Rows that were ever in use, and how many of them are on the stack."""
+        self._backed_until = 0
+        self._backing = [Backing(array, ROWS_AHEAD) for array in (self.records, self.block_sum, self.pins, self.freed)]
 
     def __len__(self) -> int:
         """Rows in use."""
-        return int(self._counts[_FRESH] - self._counts[_FREED])
+        return int(self.counts[_FRESH] - self.counts[_FREED])
 
     @property
     def used_rows(self) -> int:
         """Rows from 0 on that were ever in use: columns beyond are untouched, so passes over the table end here. Those
         of them that are free have namespace NO_NAMESPACE."""
-        return int(self._counts[_FRESH])
+        return int(self.counts[_FRESH])
 
     def alloc(self, count: int) -> Rows:
         """Take up to `count` rows, fewer when the table is full: [n] int32.
@@ -142,20 +145,26 @@ class BlockTable:
         They come with slots, segment and next_row -1 and everything else 0, except `block_sum`, which is as it was.
         """
         rows = np.empty(count, np.int32)
-        taken = _alloc(self.words, self._freed, self._counts, rows)
+        taken = alloc_rows(self.words, self.freed, self.counts, rows)
         self.pins[rows[:taken]] = 0
-        used = self._counts.item(_FRESH)
-        for backing in self._backing:
-            backing.reached(used)
+        self.backed()
         return rows[:taken]
+
+    def backed(self) -> None:
+        """Have memory ready ahead of the rows in use; whoever took rows by itself calls it."""
+        used = self.counts.item(_FRESH)
+        if used >= self._backed_until:
+            for backing in self._backing:
+                backing.reached(used)
+            self._backed_until = min(backing.trigger_row for backing in self._backing)
 
     def free(self, rows: Rows) -> None:
         """Give rows ([n] int32) back; their keys must be out of the page table. Raises ValueError for a row that is
         not in use; those before it are free then."""
-        done = _free(self.words, self._freed, self._counts, rows)
+        done = free_rows(self.words, self.freed, self.counts, rows)
         if done < rows.size:
             raise ValueError(f"row {rows[done]} is not in use; {len(self)} rows of {self.capacity} are")
 
     def bytes_per_block(self) -> int:
         """RAM per row, everything counted: record, checksum, pins, place on the free list."""
-        return RECORD_BYTES + self.block_sum.itemsize + self.pins.itemsize + self._freed.itemsize
+        return RECORD_BYTES + self.block_sum.itemsize + self.pins.itemsize + self.freed.itemsize

@@ -57,6 +57,11 @@ class AdaptiveFront:
 
     # Blocks.
 
+    @property
+    def tracks(self) -> bool:
+        """Whether blocks that come or go are anybody's concern here."""
+        return len(self._watch) > 0 or self._switches.busy
+
     def insert(self, rows: Rows) -> Rows:
         """`PageTable.insert`, with the tracked sequences kept in step."""
         outcome = self._pages.insert(rows)

@@ -31,7 +31,7 @@ Word = Any
 """A scalar inside compiled code: what it is there is up to the signature, and no type checker knows."""
 
 PACKAGE = Path(__file__).resolve().parent.parent
-SOURCES = ("index", "policy", "gpu/host_kernels")
+SOURCES = ("index", "policy", "tiers/steps", "gpu/host_kernels")
 """Folders of the package that hold compiled functions."""
 
 

@@ -86,18 +86,18 @@ class Backing:
         self._memory: Flat = array.reshape(-1).view(np.uint8)
         self._row_bytes = max(1, array.nbytes // max(1, len(array)))
         self._ahead_bytes = align_up(ahead_rows * self._row_bytes, HUGE_PAGE_BYTES)
-        self._backed_bytes, self._trigger_row = 0, len(array) + 1
+        self._backed_bytes, self.trigger_row = 0, len(array) + 1
         if array.nbytes >= _SMALL_BYTES:
-            self._trigger_row = 0
+            self.trigger_row = 0
             self.reached(0)
 
     def reached(self, row: int) -> None:
         """Rows below `row` are in use."""
-        if row < self._trigger_row:
+        if row < self.trigger_row:
             return
         begin, size = self._backed_bytes, self._memory.size
         end = min(size, max(align_up(row * self._row_bytes, HUGE_PAGE_BYTES), begin) + self._ahead_bytes)
         self._backed_bytes = end
         last_row = size // self._row_bytes
-        self._trigger_row = last_row + 1 if end == size else (end - self._ahead_bytes) // self._row_bytes + 1
+        self.trigger_row = last_row + 1 if end == size else (end - self._ahead_bytes) // self._row_bytes + 1
         _backer.touch(self._memory, begin, end)

@@ -104,8 +104,12 @@ class PageTable:
         outcome = np.empty(len(rows), np.int32)
         if not update.insert(self._table, self._records, rows, outcome):
             raise self._no_such_row(rows)
-        self._backing.reached(HEADER_LINES + self._table.item(0, BUCKETS))
+        self.backed()
         return outcome
+
+    def backed(self) -> None:
+        """Have memory ready ahead of the buckets in use; whoever inserted by itself calls it."""
+        self._backing.reached(HEADER_LINES + self._table.item(0, BUCKETS))
 
     def delete(self, rows: Rows) -> int:
         """Take blocks out by row ([n] int32) before their rows are freed; returns how many were in.

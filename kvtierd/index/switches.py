@@ -103,6 +103,11 @@ class Switches:
         if number not in self._waiting and not entry.settled():
             self._moving[number] = entry
 
+    @property
+    def busy(self) -> bool:
+        """Whether a switch is under way."""
+        return bool(self._moving)
+
     def work(self, positions: int) -> bool:
         """Move so many positions of the switches under way, the oldest first; whether there are more."""
         while self._moving and positions > 0:

@@ -12,7 +12,7 @@ too many of all accesses is taken to be such short distances.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,9 @@ _KEPT_EIGHTHS = 6
 _TIMES_A_SAMPLE = 4
 """Times that pass before they are numbered anew, in samples."""
 
-_SAMPLED, _TIME, _LIMIT, _SECRET, _UNITS = range(5)
+_SAMPLED, _TIME, _LIMIT, _SECRET, _UNITS, _ACCESSES = range(6)
 """Words of `state`: blocks in the sample, next time, hashes below which a block is sampled, the hash's secret, units
-of all blocks in the sample."""
+of all blocks in the sample, blocks used so far."""
 
 Keys64 = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
@@ -133,10 +133,12 @@ def _renumber(
         types.uint64[::1], types.int64, types.float64[::1], types.float64[::1],
     )
 )  # fmt: skip
-def _access(
+def access(
     state: Numbers, keys: Keys64, units: Numbers, times: Numbers, links: Links, tree: Numbers, used: Keys64,
     used_units: int, sizes: npt.NDArray[np.float64], hits: npt.NDArray[np.float64],
 ) -> None:  # fmt: skip
+    """Blocks `used`, in prefix order and of `used_units` each, are used; the rest are the columns of GhostHits."""
+    state[_ACCESSES] += used.size
     for index in range(used.size - 1, -1, -1):
         key = used[index]
         if not _is_sampled(state, key):
@@ -180,16 +182,23 @@ class GhostHits:
         self._times = np.zeros(size, np.int64)
         self._links = np.zeros(2 * size, np.int32)
         self._tree = np.zeros(_TIMES_A_SAMPLE * size + 1, np.int64)
-        self._state = np.array([0, 0, _EVERYTHING, secret % (1 << 63), 0], np.int64)
+        self._state = np.array([0, 0, _EVERYTHING, secret % (1 << 63), 0, 0], np.int64)
         self._sizes = np.floor(np.array(MULTIPLES) * capacity)
         self._hits = np.zeros(len(MULTIPLES) + 1)
-        self.accesses = 0
+
+    @property
+    def accesses(self) -> int:
         """Blocks used so far."""
+        return int(self._state[_ACCESSES])
+
+    @property
+    def columns(self) -> tuple[Any, ...]:
+        """What `access` works on: state, keys, units, times, links, tree, sizes and hits."""
+        return self._state, self._keys, self._units, self._times, self._links, self._tree, self._sizes, self._hits
 
     def accessed(self, keys: Keys64, units: int = 1) -> None:
         """A request used these blocks of `units` each, [n] uint64 in prefix order, whether the tier has them or not."""
-        self.accesses += keys.size
-        _access(
+        access(
             self._state, self._keys, self._units, self._times, self._links, self._tree, np.ascontiguousarray(keys),
             units, self._sizes, self._hits,
         )  # fmt: skip

@@ -27,10 +27,17 @@ _COLUMNS: Any = (types.uint16[:], types.uint32[:], types.int32[::1], types.uint3
 
 
 @helper
-def _decayed(units: Word, since_s: Word, now_s: Word, half_life_s: Word) -> Word:
+def decayed(units: Word, since_s: Word, now_s: Word, half_life_s: Word) -> Word:
+    """Heat in the column's steps, after the time that has gone by since it was written."""
     # A clock that was read in another order than the column was written shows no age, not a huge one.
     age_s = max(np.int64(0), np.int64(now_s) - np.int64(since_s))
-    return units * 0.5 ** (age_s / half_life_s)
+    return np.float64(units) if age_s == 0 else units * 0.5 ** (age_s / half_life_s)
+
+
+@helper
+def heated(units: Word) -> Word:
+    """Heat after one use more, in the column's steps."""
+    return min(_MAX, int(units + UNITS + 0.5))
 
 
 @compiled(types.void(*_COLUMNS))
@@ -40,8 +47,7 @@ def touch_heat(heat: Heat, since_s: Seconds, rows: Rows, now_s: int, half_life_s
     A row named twice is used twice. `half_life_s` must be positive.
     """
     for row in rows:
-        units = _decayed(heat[row], since_s[row], now_s, half_life_s) + UNITS
-        heat[row] = np.uint16(min(_MAX, int(units + 0.5)))
+        heat[row] = np.uint16(heated(decayed(heat[row], since_s[row], now_s, half_life_s)))
         since_s[row] = now_s
 
 
@@ -50,5 +56,5 @@ def heat_of(heat: Heat, since_s: Seconds, rows: Rows, now_s: int, half_life_s: f
     """Heat of the blocks in these rows now, [n] float32, in uses. Changes nothing."""
     now = np.empty(rows.size, np.float32)
     for index, row in enumerate(rows):
-        now[index] = _decayed(heat[row], since_s[row], now_s, half_life_s) / UNITS
+        now[index] = decayed(heat[row], since_s[row], now_s, half_life_s) / UNITS
     return now

@@ -44,10 +44,11 @@ assert RECORD.itemsize == 40
 
 FREE, OPEN, CLOSED = 0, 1, 2
 
-HEAD, FILLED, FRESH, AGED, REQUESTS, LENGTH, SECRET = range(7)
-STATE_WORDS = 7
+HEAD, FILLED, FRESH, AGED, REQUESTS, LENGTH, SECRET, OBSERVED, DUE = range(9)
+STATE_WORDS = 9
 """Words of `state`: next place, records in use, observations since the last fit and since the last halving, requests,
-their mean length in 256ths of a block, and a secret number for the hash."""
+their mean length in 256ths of a block, a secret number for the hash, observations until the last fit, and how many more
+make a fit due."""
 
 TURN, PAUSE, MATCHED, FORKED_AT, NEXT_TURN, NEXT_PAUSE = range(6)
 STORY_WORDS = 6

@@ -31,7 +31,8 @@ def _hash(key: Word, secret: Word) -> Word:
 
 
 @compiled(types.int64(_CELLS, types.uint64, types.uint64[::1], types.boolean, types.boolean[::1]))
-def _see(cells: Cells, secret: Word, keys: Keys64, remember: bool, seen: npt.NDArray[np.bool_]) -> int:
+def see(cells: Cells, secret: Word, keys: Keys64, remember: bool, seen: npt.NDArray[np.bool_]) -> int:
+    """Fill `seen` [n] with which keys are known, and remember them if asked to; how many are known."""
     count = 0
     for index, key in enumerate(keys):
         value = _hash(key, secret)
@@ -63,6 +64,11 @@ class KeyFilter:
         self._secret = np.uint64(secret % (1 << 64))
 
     @property
+    def columns(self) -> tuple[Cells, int]:
+        """Cells [n, WAYS] and the hash's secret as int64, for compiled code (`see`)."""
+        return self._cells, int(self._secret.astype(np.int64))
+
+    @property
     def capacity(self) -> int:
         """Keys that fit."""
         return int(self._cells.size)
@@ -77,5 +83,5 @@ class KeyFilter:
 
     def _see(self, keys: Keys64, *, remember: bool) -> npt.NDArray[np.bool_]:
         seen = np.empty(keys.size, np.bool_)
-        _see(self._cells, self._secret, np.ascontiguousarray(keys), remember, seen)
+        see(self._cells, self._secret, np.ascontiguousarray(keys), remember, seen)
         return seen

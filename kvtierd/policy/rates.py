@@ -21,12 +21,15 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from kvtierd.index.jit import Word, compiled, helper
+from kvtierd.index.jit import Word, compiled, helper, subroutine
 from kvtierd.policy.ages import BINS, RELATIVE_ONE, age_bin, elapsed, relative_bin
 from kvtierd.policy.history import (
     COUNTS_TYPE,
+    DUE,
     FILLED,
+    FRESH,
     HEAD,
+    OBSERVED,
     OPEN,
     RECORDS_TYPE,
     STATE_TYPE,
@@ -50,6 +53,14 @@ _BLIND_HAZARD = 0.02
 """Chance to return within a bin of half an octave before anything is known; with the weight of one observation."""
 _BLIND_SHARED = 0.15
 _BLIND_SHARED_WEIGHT = 5.0
+
+FIT_EVERY = 1024
+"""Observations between two fits, at least: a fit takes some tenths of a millisecond."""
+RING_PARTS = 64
+"""A larger ring is fitted once in so many parts of it: what a fit walks through grows with the ring."""
+FIRST_FIT_EVERY = 64
+"""The same while little is known."""
+FIRST_FITS_UNTIL = 4096
 
 Levels = npt.NDArray[np.int16]
 Widths = npt.NDArray[np.float64]
@@ -145,15 +156,10 @@ def _index_levels(times: Word, chances: Word, hull: Word, levels: Word) -> None:
         hull[top] = bin_
 
 
-@compiled(
-    types.void(
-        RECORDS_TYPE, COUNTS_TYPE, COUNTS_TYPE, STATE_TYPE, types.int32[::1], types.float64[:, ::1],
-        types.float32[:, :, ::1], types.int16[:, ::1], types.uint32,
-    )
-)  # fmt: skip
-def fit(
+@subroutine
+def _fit(
     ring: Records, returned: Counts, unreturned: Counts, state: State, parents: Parents, widths: Widths,
-    scratch: Scratch, levels: Levels, now: int,
+    scratch: Scratch, levels: Levels, now: Word,
 ) -> None:  # fmt: skip
     """Make `levels` [NODES, BINS] int16 anew. `widths` is [2, BINS], `scratch` [3, NODES, BINS] float32."""
     events, waiting, hazards = scratch[0], scratch[1], scratch[2]
@@ -175,3 +181,22 @@ def fit(
             _index_levels(times, chances, hull, levels[node])
         if SHARED <= node < KINDS:
             levels[node] += np.int16(_PROVEN_LEVELS * uses_doubled(node))
+
+
+@compiled(
+    types.void(
+        RECORDS_TYPE, COUNTS_TYPE, COUNTS_TYPE, STATE_TYPE, types.int32[::1], types.float64[:, ::1],
+        types.float32[:, :, ::1], types.int16[:, ::1], types.uint32,
+    )
+)  # fmt: skip
+def fit_if_due(
+    ring: Records, returned: Counts, unreturned: Counts, state: State, parents: Parents, widths: Widths,
+    scratch: Scratch, levels: Levels, now: int,
+) -> None:  # fmt: skip
+    """Make `levels` anew once enough was observed since the last time, and the first time."""
+    if state[FRESH] < state[DUE]:
+        return
+    state[OBSERVED] += state[FRESH]
+    state[FRESH] = 0
+    state[DUE] = FIRST_FIT_EVERY if state[OBSERVED] < FIRST_FITS_UNTIL else max(FIT_EVERY, ring.size // RING_PARTS)
+    _fit(ring, returned, unreturned, state, parents, widths, scratch, levels, now)

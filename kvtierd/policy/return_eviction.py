@@ -43,6 +43,16 @@ class ReturnEviction:
         self._cursors: leaf_lists.Ends = reserve((classes_max, 2), np.int32, huge=False)
         self._offered: tuple[int, Slots] = (0, np.empty(0, np.int32))
 
+    @property
+    def model(self) -> ReturnModel:
+        """What it asks about blocks."""
+        return self._model
+
+    @property
+    def columns(self) -> tuple[leaf_lists.Rowset, leaf_lists.Ends, leaf_lists.Marks, leaf_lists.Ends]:
+        """Leaves, ends, marks and cursors, for compiled code that works on them."""
+        return self._slots, self._ends, self._marks, self._cursors
+
     def used(self, cls: int, slots: Slots, usage: Usage, first: int = 0, before: int = -1) -> None:
         """See EvictionPolicy."""
         end = first + slots.size
@@ -64,7 +74,7 @@ class ReturnEviction:
     def chained(self, cls: int, slots: Slots, before: Slots) -> None:
         """See EvictionPolicy."""
         self._check(cls)
-        self._take_back()
+        self.take_back()
         leaves.chain_slots(
             self._slots, self._ends, self._marks, self._cursors, self._model.levels, cls, self._model.now, slots, before
         )
@@ -72,7 +82,7 @@ class ReturnEviction:
     def copied(self, cls: int, slots: Slots, *, elsewhere: bool = True) -> None:
         """See EvictionPolicy."""
         self._check(cls)
-        self._take_back()
+        self.take_back()
         less = self._copied_less if elsewhere else 0
         leaves.mark_copied(
             self._slots, self._ends, self._marks, self._cursors, self._model.levels, cls, self._model.now, slots, less
@@ -84,12 +94,12 @@ class ReturnEviction:
         leaves.remove_slots(
             self._slots, self._ends, self._marks, self._cursors, self._model.levels, cls, self._model.now, slots
         )
-        self._take_back()
+        self.take_back()
 
     def victims(self, cls: int, holds: npt.NDArray[Any], out_max: int, scan_max: int) -> Slots:
         """See EvictionPolicy."""
         self._check(cls)
-        self._take_back()
+        self.take_back()
         out = np.empty(max(0, out_max), np.int32)
         found = leaves.name_victims(
             self._slots,
@@ -122,13 +132,14 @@ class ReturnEviction:
         chained: bool,
     ) -> None:
         self._check(cls)
-        self._take_back()
+        self.take_back()
         leaves.use_slots(
             self._slots, self._ends, self._marks, self._cursors, self._model.levels, cls, self._model.now, slots,
             np.ascontiguousarray(kinds), np.ascontiguousarray(paces), before, chained,
         )  # fmt: skip
 
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
+        """Those of the victims named last that have not gone are in the lists again."""
         cls, offered = self._offered
         if offered.size:
             leaves.take_back(

@@ -7,6 +7,7 @@ remembers and rates.py for what it makes of it.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,21 +15,16 @@ import numpy.typing as npt
 from kvtierd.index.memory import reserve
 from kvtierd.policy import history, kinds
 from kvtierd.policy.ages import BINS, bin_widths, ticks
-from kvtierd.policy.rates import Levels, fit
+from kvtierd.policy.rates import Levels, fit_if_due
 
 RECORDS_MIN = 1 << 16
 RECORDS_MAX = 1 << 20
 BLOCKS_A_RECORD = 4
-FIT_EVERY = 1024
-"""Observations between two fits: some tens of microseconds each, once a hundred requests or so."""
-FIRST_FIT_EVERY = 64
-"""The same while little is known."""
-FIRST_FITS_UNTIL = 4 * FIT_EVERY
 
 Keys64 = npt.NDArray[np.uint64]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Usage:
     """One request's blocks in prefix order, as the model sees them since `at`, a time in ticks.
 
@@ -76,8 +72,7 @@ class ReturnModel:
         self.levels: Levels = np.zeros((kinds.NODES, BINS), np.int16)
         self.now = 0
         """Tick of the last request."""
-        self._observed = 0
-        self._fit()
+        self._fit_if_due()
 
     def observe(self, keys: Keys64, hits: int, now_ns: int, *, again: Usage | None = None) -> Usage:
         """Take note of a request for the blocks of a prefix, of which the first `hits` were cached.
@@ -101,21 +96,22 @@ class ReturnModel:
         self._fit_if_due()
         return Usage(made, paces, keys.item(-1) if keys.size else 0, self.now, story)
 
+    @property
+    def columns(self) -> tuple[Any, ...]:
+        """Levels, heads, ring, returned, unreturned, state, parents, widths and scratch, for compiled code that
+        observes by itself (`observe`, then `fit_if_due`). Whoever does sets `now`."""
+        return (
+            self.levels, self._heads, self._ring, self._returned, self._unreturned, self._state, self._parents,
+            self._widths, self._scratch,
+        )  # fmt: skip
+
     def bytes_used(self) -> int:
         """Bytes of all its memory, what is only reserved included."""
         arrays = (self._ring, self._heads, self._returned, self._unreturned, self._scratch, self.levels)
         return sum(array.nbytes for array in arrays)
 
     def _fit_if_due(self) -> None:
-        fresh = int(self._state[history.FRESH])
-        if fresh < (FIT_EVERY if self._observed >= FIRST_FITS_UNTIL else FIRST_FIT_EVERY):
-            return
-        self._observed += fresh
-        self._state[history.FRESH] = 0
-        self._fit()
-
-    def _fit(self) -> None:
-        fit(
+        fit_if_due(
             self._ring, self._returned, self._unreturned, self._state, self._parents, self._widths, self._scratch,
             self.levels, self.now,
         )  # fmt: skip

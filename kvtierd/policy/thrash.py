@@ -50,7 +50,8 @@ class ThrashGuard:
         if not 0 <= self._limits.end <= self._limits.begin <= 1 or not self._limits.window > 0:
             raise ValueError(f"{self._limits}: must be 0 <= end <= begin <= 1 and window > 0")
         self._secret = secret
-        self._evicted = KeyFilter(capacity, secret)
+        self.evicted_keys = KeyFilter(capacity, secret)
+        """What left the tier lately."""
         self._began_ns = now_ns
         self._wanted = self._refetched = 0
         self.capacity = capacity
@@ -69,21 +70,29 @@ class ThrashGuard:
             return
         self.capacity = capacity
         evicted = KeyFilter(capacity, self._secret)
-        if evicted.capacity != self._evicted.capacity:
-            self._evicted = evicted
+        if evicted.capacity != self.evicted_keys.capacity:
+            self.evicted_keys = evicted
 
     def evicted(self, keys: Keys64) -> None:
         """Blocks left the tier; keys [n] uint64."""
-        self._evicted.add(keys)
+        self.evicted_keys.add(keys)
 
     def wanted(self, keys: Keys64, now_ns: int) -> int:
         """Blocks need a place in the tier, whether they get it or not; how many of them had left it lately."""
-        refetched = int(self._evicted.contains(keys).sum())
-        self._wanted += keys.size
-        self._refetched += refetched
+        refetched = int(self.evicted_keys.contains(keys).sum())
+        self.count(keys.size, refetched)
         if self._wanted >= self._window:
             self._end_window(self._refetched / self._wanted, now_ns)
         return refetched
+
+    def count(self, wanted: int, refetched: int) -> None:
+        """So many blocks need a place, and so many of them had left it lately; the window does not end with them."""
+        self._wanted += wanted
+        self._refetched += refetched
+
+    def judges(self, blocks: int) -> bool:
+        """Whether so many more blocks end the window."""
+        return self._wanted + blocks >= self._window
 
     def tick(self, now_ns: int) -> None:
         """Judge a window that has lasted too long for thrashing by what there was: so the state ends by itself."""

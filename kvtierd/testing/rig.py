@@ -71,12 +71,16 @@ class Rig:
     """Use as an async context manager; `settled` waits until the arena has its memory."""
 
     def __init__(
-        self, settings: Settings | None = None, store: BlockStore | None = None, kept: Kept | None = None
+        self,
+        settings: Settings | None = None,
+        store: BlockStore | None = None,
+        kept: Kept | None = None,
+        seed: int | None = None,
     ) -> None:
         self.settings = settings or small_settings()
         self.clock = ManualClock(1_000_000_000)
         device = open_device(self.settings.gpu) if self.settings.gpu.capacity else None
-        self.manager = TierManager(self.settings, store=store, device=device, clock=self.clock, kept=kept)
+        self.manager = TierManager(self.settings, store=store, device=device, clock=self.clock, seed=seed, kept=kept)
         self._ids = itertools.count(1)
 
     async def __aenter__(self) -> Self:

@@ -26,22 +26,22 @@ class Absences:
     def __init__(self, rows: int, clock: Clock) -> None:
         self._clock = clock
         self._begin_ns = clock.now_ns() - MILLISECOND_NS
-        self._left_ms = reserve((rows,), np.uint32, huge=False)
+        self.left_ms = reserve((rows,), np.uint32, huge=False)
         self.seconds = Histogram(BOUNDS_S)
 
     def left(self, rows: Rows) -> None:
         """These blocks lose their host copies."""
-        self._left_ms[rows] = self._now_ms()
+        self.left_ms[rows] = self.now_ms()
 
     def back(self, rows: Rows) -> None:
         """These blocks are wanted in host again."""
-        left_ms = self._left_ms[rows]
+        left_ms = self.left_ms[rows]
         gone = left_ms[left_ms > 0]
         if gone.size:
-            for away_ms in (self._now_ms() - gone.astype(np.int64)).tolist():
+            for away_ms in (self.now_ms() - gone.astype(np.int64)).tolist():
                 self.seconds.add(max(0, away_ms) * MILLISECOND_NS)
-            self._left_ms[rows] = 0
+            self.left_ms[rows] = 0
 
-    def _now_ms(self) -> int:
+    def now_ms(self) -> int:
         """Wraps after 49 days; a block that was away for longer counts as one that was away for less."""
         return (self._clock.now_ns() - self._begin_ns) // MILLISECOND_NS % (1 << 32)

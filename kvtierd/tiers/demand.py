@@ -35,16 +35,16 @@ class Demand:
     ) -> None:
         self._copies = copies
         self._clock = clock
-        self._half_life_s = float(half_life_s)
+        self.half_life_s = float(half_life_s)
         self._secret = secret
-        self._ghosts: dict[str, GhostHits] = {}
+        self.ghosts: dict[str, GhostHits] = {}
         for tier, capacity_bytes in capacities.items():
             self.add_tier(tier, capacity_bytes)
 
     def add_tier(self, tier: str, capacity_bytes: int) -> None:
         """A tier has this size; its ghost hits count from now on."""
         if capacity_bytes >= PAGE_BYTES:
-            self._ghosts[tier] = GhostHits(capacity_bytes // PAGE_BYTES, self._secret)
+            self.ghosts[tier] = GhostHits(capacity_bytes // PAGE_BYTES, self._secret)
 
     def read(self, rows: Rows, slot_bytes: int, sources: Masks) -> None:
         """A client reads these blocks, in prefix order; `sources` says where they were when it asked."""
@@ -62,7 +62,7 @@ class Demand:
     def heat(self, rows: Rows) -> Shares:
         """Heat of blocks now, [n] float32, in uses."""
         table = self._copies.blocks.table
-        return heat_of(table.heat, table.last_access_s, rows, self._now_s(), self._half_life_s)
+        return heat_of(table.heat, table.last_access_s, rows, self._now_s(), self.half_life_s)
 
     def stats(self, threshold: float) -> dict[str, float]:
         """Heat over a sample of all blocks, and ghost hits by tier and multiple of its capacity."""
@@ -75,7 +75,7 @@ class Demand:
             "heat_cold_share": float((heat < threshold).mean()) if heat.size else 0.0,
         }
         for tier in ("gpu", "host", "nvme"):
-            ghosts = self._ghosts.get(tier)
+            ghosts = self.ghosts.get(tier)
             hits = ghosts.hits() if ghosts else dict.fromkeys(MULTIPLES, 0.0)
             found[f"{tier}_ghost_accesses"] = ghosts.accesses if ghosts else 0
             for multiple, count in hits.items():
@@ -90,9 +90,9 @@ class Demand:
 
     def _used(self, rows: Rows, slot_bytes: int) -> None:
         table = self._copies.blocks.table
-        touch_heat(table.heat, table.last_access_s, rows, self._now_s(), self._half_life_s)
+        touch_heat(table.heat, table.last_access_s, rows, self._now_s(), self.half_life_s)
         ids = self._copies.blocks.ids(rows)
-        for ghosts in self._ghosts.values():
+        for ghosts in self.ghosts.values():
             ghosts.accessed(ids, slot_bytes // PAGE_BYTES)
 
     def _now_s(self) -> int:

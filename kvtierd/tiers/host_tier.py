@@ -52,8 +52,10 @@ class HostTier(SlotTier):
         self._cuts: list[_Cut | None] = [None] * self.slabs_max
         self._tables: dict[int, list[GenerationTable]] = {}
         """By class: tables with room for another chunk."""
-        self._numbers = np.zeros(self.slabs_max, np.uint32)
-        self._generation: Generations = reserve((self.pool.slots_max,), np.uint64, huge=False)
+        self.numbers = np.zeros(self.slabs_max, np.uint32)
+        self.generation: Generations = reserve((self.pool.slots_max,), np.uint64, huge=False)
+        self.shared = np.zeros(self.slabs_max, np.int64)
+        """By slab: the address at which clients see the generations of its slots, for compiled code."""
         self._next_number = 1
 
     def new_number(self) -> int:
@@ -65,7 +67,7 @@ class HostTier(SlotTier):
         """A slab has got its memory."""
         self._chunks[slab] = chunk
         self._slab_of_number[chunk.number] = slab
-        self._numbers[slab] = chunk.number
+        self.numbers[slab] = chunk.number
         self.spare.append(slab)
 
     def drop(self, slab: int) -> Chunk:
@@ -73,6 +75,7 @@ class HostTier(SlotTier):
         chunk, cut = self._chunks[slab], self._cuts[slab]
         assert chunk is not None, f"slab {slab} has no memory"
         self._chunks[slab] = self._cuts[slab] = None
+        self.shared[slab] = 0
         del self._slab_of_number[chunk.number]
         if cut is not None:
             self._give_part(cut)
@@ -92,7 +95,8 @@ class HostTier(SlotTier):
         shared = cut.table.generations[cut.first : cut.first + cls.slots_per_slab]
         # On from what a chunk left there that is gone: a reader that still has it mapped sees its slots change.
         shared += np.uint64(1)
-        self._generation[self.pool.slots_of(slab)] = shared
+        self.shared[slab] = shared.ctypes.data
+        self.generation[self.pool.slots_of(slab)] = shared
         return True
 
     def chunk_of(self, number: int, tenant: str) -> tuple[Chunk, SlotClass] | None:
@@ -122,12 +126,12 @@ class HostTier(SlotTier):
 
     def free(self, cls: SlotClass, slots: Slots) -> None:
         """Put slots back; their generation moves on first, so that a late reader sees that they changed hands."""
-        self._generation[slots] += np.uint64(1)
+        self.generation[slots] += np.uint64(1)
         slabs, indices = self.pool.slabs_of(slots), self.pool.indices(slots)
         first = slabs.item(0)
         for slab in (first,) if np.count_nonzero(slabs == first) == slabs.size else np.unique(slabs).tolist():
             cut, mine = self._cut(slab), slabs == slab
-            cut.table.generations[cut.first + indices[mine]] = self._generation[slots[mine]]
+            cut.table.generations[cut.first + indices[mine]] = self.generation[slots[mine]]
         super().free(cls, slots)
 
     def view(self, cls: SlotClass, slot: int) -> Bytes:
@@ -139,9 +143,9 @@ class HostTier(SlotTier):
 
     def describe(self, cls: SlotClass, slots: Slots, out: Descriptors) -> None:
         """Fill slot descriptors (SLOT_DTYPE) for the wire: chunk, offset, generation."""
-        out["chunk"] = self._numbers[self.pool.slabs_of(slots)]
+        out["chunk"] = self.numbers[self.pool.slabs_of(slots)]
         out["offset"] = self.pool.offsets(cls, slots)
-        out["generation"] = self._generation[slots]
+        out["generation"] = self.generation[slots]
 
     def absent(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Which of these, -1 for no slot, hold nothing that may be served as it is, [n]."""
@@ -154,11 +158,16 @@ class HostTier(SlotTier):
     def withdraw(self, slots: Slots) -> None:
         """What these slots hold is not to be kept for the daemon's next life, where somebody keeps it at all."""
 
-    def lend(self, cls: SlotClass, slots: Slots, session: Session, reservation: int) -> Descriptors:  # noqa: ARG002
-        """A client may write these slots from now on: their descriptors, [n]."""
-        out = empty_descriptors(slots.size)
-        self.describe(cls, slots, out)
-        return out
+    @property
+    def all_proven(self) -> bool:
+        """Whether no block is left that must be verified before it is served."""
+        return True
+
+    def lent(self, slots: Slots, session: Session, reservation: int) -> None:
+        """A client may write these slots from now on; called before it hears of them."""
+
+    def published(self, slots: Slots, rows: npt.NDArray[np.int32]) -> None:
+        """Filled slots are their rows' copies now; `settle` says so too."""
 
     def close(self) -> None:
         """Let go of all memory."""

@@ -28,11 +28,13 @@ from kvtierd.tiers.compress_loss import registered
 from kvtierd.tiers.copies import Copies, EventSink
 from kvtierd.tiers.demand import Demand
 from kvtierd.tiers.gpu_tier import GpuTier
+from kvtierd.tiers.lookups import Lookups
 from kvtierd.tiers.offload import Offload
 from kvtierd.tiers.on_disk import OnDisk
 from kvtierd.tiers.onboard import Onboarder
 from kvtierd.tiers.part_reads import PartReads
 from kvtierd.tiers.pressure import Pressure
+from kvtierd.tiers.quick import Quick
 from kvtierd.tiers.reads import Reads
 from kvtierd.tiers.reshape import Reshaper
 from kvtierd.tiers.room import Room
@@ -114,6 +116,8 @@ class TierManager:
         self._onboarder = Onboarder(self._room, store, self._workers, self._speeds, ONBOARDS_INFLIGHT_MAX)
         self._onboarder.verifier = self._warm.verifier
         uses = Uses(self.copies, model, clock)
+        self.quick = Quick(self._room, self._demand, clock)
+        self._lookups = Lookups(self.copies, self.quick, self._speeds)
         self._reads = Reads(
             settings,
             self._room,
@@ -124,9 +128,17 @@ class TierManager:
             offload=self._offload,
             speeds=self._speeds,
             uses=uses,
+            quick=self.quick,
         )
         self._writes = Writes(
-            settings, self._room, self._workers, clock, demand=self._demand, offload=self._offload, uses=uses
+            settings,
+            self._room,
+            self._workers,
+            clock,
+            demand=self._demand,
+            offload=self._offload,
+            uses=uses,
+            quick=self.quick,
         )
         self._parts = PartReads(self._room, self._onboarder, self._reads, self._demand, clock)
         self._reshaper = Reshaper(self._room, self._onboarder, self._workers)
@@ -138,12 +150,16 @@ class TierManager:
         self.reports: list[Callable[[], Mapping[str, Any]]] = []
         self._handlers = self._table()
 
-    async def start(self) -> None:
-        """Recover the nvme tier, then serve. The host tier gets its memory in the background."""
+    async def start(self, *, ticking: bool = True) -> None:
+        """Recover the nvme tier, then serve. The host tier gets its memory in the background.
+
+        Without `ticking` whoever started it calls `tick`: for tests that want to know when.
+        """
         if self._store is not None:
             self.on_disk.recover(await self._store.open())
             capacity = self._store.stats().get("capacity_bytes", self.settings.nvme.capacity)
             self._demand.add_tier("nvme", int(capacity))
+            self.quick.tiers_changed()
         self._warm.recover(self._store)
         self._speeds.host.note(*await self._workers.run(probe_copy))
         if self._write_behind is not None:
@@ -152,7 +168,8 @@ class TierManager:
         self._room.grow()
         # With a first chunk there, clients that come back after a restart are served and not turned away.
         await self._room.next_chunk()
-        self._ticker = asyncio.create_task(self._tick(), name="tier-ticker")
+        if ticking:
+            self._ticker = asyncio.create_task(self._tick(), name="tier-ticker")
 
     def on_chunk_gone(self, callback: Callable[[int], None]) -> None:
         """Set who is told the number of a chunk that leaves the arena."""
@@ -191,7 +208,7 @@ class TierManager:
 
     def take_stores(self, *, yes: bool) -> None:
         """Take stores, or answer each with `shutting_down`."""
-        self._writes.closed = not yes
+        self._writes.take_stores(yes=yes)
 
     async def drain(self) -> None:
         """Take no more stores and bring the dirty backlog to disk. Raises StorageError when that fails."""
@@ -282,7 +299,7 @@ class TierManager:
         """Who serves what."""
         return {
             m.RegisterNamespace: self._register,
-            m.Lookup: self._reads.lookup,
+            m.Lookup: self._lookups.lookup,
             m.Acquire: self._reads.acquire,
             m.AcquirePart: self._parts.acquire,
             m.Release: self._reads.release,
@@ -334,16 +351,20 @@ class TierManager:
         )
         return registered(self.copies, entry, Answer(reply), self._write_behind)
 
+    def tick(self) -> None:
+        """What time brings: the end of leases, watermarks, extents of other sizes."""
+        now_ns = self._clock.now_ns()
+        self._reads.expire(now_ns)
+        self._writes.expire(now_ns)
+        self._sequences.expire(now_ns)
+        self._room.keep_watermarks()
+        self._shaping.step(now_ns)
+        self._compressor.step()
+
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            now_ns = self._clock.now_ns()
-            self._reads.expire(now_ns)
-            self._writes.expire(now_ns)
-            self._sequences.expire(now_ns)
-            self._room.keep_watermarks()
-            self._shaping.step(now_ns)
-            self._compressor.step()
+            self.tick()
 
 
 def _pinned_max(settings: Settings) -> int:

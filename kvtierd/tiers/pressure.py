@@ -18,6 +18,7 @@ import numpy as np
 from kvtierd.core.clock import Clock
 from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.index.memory import reserve
+from kvtierd.policy.key_filter import KeyFilter
 from kvtierd.policy.thrash import SECOND_NS, ThrashGuard
 from kvtierd.protocol.messages import TIER_HOST
 from kvtierd.tiers.blocks import Blocks, Rows
@@ -56,6 +57,16 @@ class Pressure:
         if (watch := self._watch(cls)) is not None:
             watch.guard.wanted(self._blocks.ids(rows), self._clock.now_ns())
             self._settle(watch)
+
+    def calm(self, cls: SlotClass, blocks: int) -> ThrashGuard | None:
+        """The guard of a class that does not thrash, and cannot begin to when so many blocks are wanted; else None."""
+        watch = self._watch(cls)
+        return None if watch is None or watch.guard.active or watch.guard.judges(blocks) else watch.guard
+
+    def evicted_keys(self, cls: SlotClass) -> KeyFilter | None:
+        """What remembers the blocks that left a class."""
+        watch = self._watches.get(cls.id)
+        return None if watch is None else watch.guard.evicted_keys
 
     def evicted(self, cls: SlotClass, rows: Rows) -> None:
         """These blocks are about to lose their slots to others."""

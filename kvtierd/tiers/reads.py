@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
@@ -15,7 +14,6 @@ from kvtierd.core.clock import Clock
 from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.core.keys import Keys
 from kvtierd.gpu.slot_pool import SlotClass, Slots
-from kvtierd.policy.advice import advise
 from kvtierd.protocol.messages import (
     MAX_BATCH,
     Acquire,
@@ -23,8 +21,6 @@ from kvtierd.protocol.messages import (
     CountReply,
     Get,
     GetReply,
-    Lookup,
-    LookupReply,
     OkReply,
     Prefetch,
     Release,
@@ -38,15 +34,13 @@ from kvtierd.tiers.namespaces import NamespaceEntry
 from kvtierd.tiers.offload import Offload
 from kvtierd.tiers.onboard import Onboarder
 from kvtierd.tiers.prefetch import Prefetcher, Wish, wish_for
+from kvtierd.tiers.quick import Held, Quick, Want
 from kvtierd.tiers.room import Room
 from kvtierd.tiers.sessions import keys_of, namespace_of, need_arena, need_frames, parent_of
 from kvtierd.tiers.speeds import Speeds
 from kvtierd.tiers.usage import Uses
 from kvtierd.tiers.verify import copy_whole, whole_blocks
 from kvtierd.tiers.workers import Workers
-
-SLOWEST_TOKENS_PER_S = 1e-6
-"""Slower than any engine: keeps times finite."""
 
 Frames = Sequence[memoryview]
 Masks = npt.NDArray[np.uint8]
@@ -67,8 +61,10 @@ class Reads:
         offload: Offload | None,
         speeds: Speeds,
         uses: Uses,
+        quick: Quick,
     ) -> None:
         self._uses = uses
+        self._quick = quick
         self._demand = demand
         self._offload = offload
         self._speeds = speeds
@@ -88,38 +84,6 @@ class Reads:
         self._limits = settings.leases
         self.prefetcher.window = settings.kv_cache_config.prefetch_window
 
-    def lookup(self, session: Session, request: Lookup, frames: Frames) -> Answer:
-        """Answer the common prefix of one or several namespaces."""
-        need_frames(frames, len(request.namespaces))
-        if not frames:
-            raise RequestError(ErrorCode.BAD_ARGUMENT, "a lookup names no namespace")
-        blocks, counters = self._copies.blocks, self._copies.counters
-        masks, asked, codecs = None, frames[0].nbytes, b""
-        advised = request.prefill_tokens_per_s != 0
-        parts: list[tuple[NamespaceEntry, Masks]] = []
-        for number, frame in zip(request.namespaces, frames, strict=True):
-            if frame.nbytes != asked:
-                raise RequestError(
-                    ErrorCode.BAD_ARGUMENT, f"keys frames of {asked} and {frame.nbytes} bytes in a lookup"
-                )
-            entry = namespace_of(session, number)
-            keys = keys_of(frame)
-            if masks is not None:
-                keys = keys[: masks.size]
-            rows = blocks.find_prefix(keys, entry.number)
-            found, codecs = blocks.residency(rows), self._copies.shapes.forms.codecs_of(rows, codecs)
-            masks = found if masks is None else masks[: found.size] & found
-            if advised:
-                parts.append((entry, found))
-        assert masks is not None
-        counters["lookups"] += 1
-        counters["lookup_blocks"] += asked // 32
-        counters["lookup_hit_blocks"] += masks.size
-        reply = LookupReply(id=0, hit=masks.size, tiers=masks.tobytes(), codecs=codecs)
-        if advised:
-            self._advise(reply, parts, request.prefill_tokens_per_s)
-        return Answer(reply)
-
     def acquire(self, session: Session, request: Acquire, frames: Frames) -> Answer | Awaitable[Answer]:
         """Lease the leading run in host slots; at once where all of it is there."""
         need_arena(session)
@@ -128,11 +92,17 @@ class Reads:
             raise RequestError(ErrorCode.BAD_ARGUMENT, f"ttl_ms is {request.ttl_ms}; 0 asks for the default")
         entry = namespace_of(session, request.namespace)
         keys, parent = keys_of(frames[0]), parent_of(request.parent)
+        cls = self._copies.host_class(entry)
+        if not request.verify:
+            before = self._uses.slot_before(parent, entry)
+            want = Want(session, entry, cls, keys, parent)
+            held = self._quick.acquire(want, before, self.prefetcher.window)
+            if held is not None:
+                return self._lend_held(want, request, held)
         rows = self._copies.blocks.find_prefix(keys, entry.number)
         if not rows.size:
             return Answer(AcquireReply(id=0, lease=0, count=0), [b"", b""])
         sources = self._copies.blocks.residency(rows)
-        cls = self._copies.host_class(entry)
         slots = self._copies.blocks.table.host_slot[rows]
         if request.verify or (slots < 0).any() or self._copies.host.unproven(slots):
             return self._acquire_slowly(session, request, entry, keys, parent)
@@ -225,23 +195,13 @@ class Reads:
         for lease in self.leases.of_session(session.id):
             self.end(lease)
 
-    def _advise(self, reply: LookupReply, parts: list[tuple[NamespaceEntry, Masks]], tokens_per_s: float) -> None:
-        """Add to a lookup's reply how much of the hit is worth loading: a block of every namespace at each place."""
-        if not 0 < tokens_per_s < math.inf:
-            message = f"prefill_tokens_per_s is {tokens_per_s}; it must be positive, or 0 for no advice"
-            raise RequestError(ErrorCode.BAD_ARGUMENT, message)
-        fetch_s = np.zeros(reply.hit)
-        for entry, masks in parts:
-            fetch_s += self._speeds.fetch_s(masks[: reply.hit], entry.geometry.slot_bytes)
-        block_tokens = parts[0][0].geometry.block_size
-        advice = advise(fetch_s, block_tokens / max(tokens_per_s, SLOWEST_TOKENS_PER_S))
-        reply.load, reply.load_ns = advice.load, round(advice.load_s * 1e9)
-        self._copies.counters["advised_lookups"] += 1
-        self._copies.counters["advised_against_blocks"] += reply.hit - advice.load
-
     def _used(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, sources: Masks, parent: Keys | None) -> None:
         """These blocks are read, and are in host: heat, ghost hits, and another chance to be written to nvme."""
         self._demand.read(rows, entry.geometry.slot_bytes, sources)
+        self._offer(entry, cls, rows, parent)
+
+    def _offer(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, parent: Keys | None) -> None:
+        """Give blocks that are read another chance to be written to nvme."""
         if self._offload is not None:
             open_end = parent is not None and self._offload.follows_a_hole(
                 self._copies.blocks.row_of(parent, entry.number)
@@ -323,6 +283,21 @@ class Reads:
         sums, codecs = self._copies.host.sums_of(cls, slots), self._copies.shapes.forms.codecs_in(slots)
         reply = AcquireReply(id=0, lease=lease.id, count=slots.size, ttl_ms=ttl_ms, codecs=codecs)
         return Answer(reply, [descriptors.tobytes(), sums.tobytes()])
+
+    def _lend_held(self, want: Want, request: Acquire, held: Held) -> Answer:
+        """Answer an Acquire whose blocks the quick way found and holds; policies were told already."""
+        count = held.slots.size
+        if not count:
+            return Answer(AcquireReply(id=0, lease=0, count=0), [b"", b""])
+        if held.not_on_nvme:
+            self._offer(want.entry, want.cls, held.rows, want.parent)
+        if held.more_behind:
+            self.prefetcher.follow(want.session, want.entry, held.rows)
+        lease, ttl_ms = self.lend(want.session, request.ttl_ms, [(want.cls, held.slots)])
+        self._copies.counters["acquired_blocks"] += count
+        codecs = self._copies.shapes.forms.codecs_in(held.slots)
+        reply = AcquireReply(id=0, lease=lease.id, count=count, ttl_ms=ttl_ms, codecs=codecs)
+        return Answer(reply, [held.descriptors.tobytes(), held.sums.tobytes()])
 
     def _lease(self, session: Session, number: int) -> Lease:
         lease = self.leases.get(number, session.id)

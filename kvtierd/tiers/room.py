@@ -62,14 +62,14 @@ class Room:
     def take_host(self, cls: SlotClass, count: int) -> Slots:
         """Up to `count` host slots, each with one hold. Fewer when everything is held or memory is still coming."""
         host = self.copies.host
-        slots = host.take_free(cls, count)
-        short = count - slots.size
-        if short:
+        # All are taken together, so that a batch lies side by side as far as it can.
+        if short := count - host.make_free(cls, count):
             victims = self.pressure.victims(cls, short)
             if victims.size:
                 self._evict_host(cls, victims)
-                slots = np.concatenate([slots, host.take_free(cls, victims.size)])
-            self._move_slab(cls)
+        slots = host.take_free(cls, min(count, cls.free_count))
+        if short:
+            self.move_slab(cls)
         return slots
 
     def take_spare(self, cls: SlotClass, rows: Rows) -> Slots:
@@ -193,7 +193,7 @@ class Room:
         self.pressure.evicted(cls, self.copies.host.pool.row[slots])
         self.copies.evict_host(cls, slots)
 
-    def _move_slab(self, cls: SlotClass) -> None:
+    def move_slab(self, cls: SlotClass) -> None:
         """Free a chunk of a better-off class; it comes back as new memory, since clients have mapped the old one."""
         host = self.copies.host
         if host.missing or host.spare or self._moved_at == host.ticks:

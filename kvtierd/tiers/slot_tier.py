@@ -41,14 +41,29 @@ class SlotTier:
 
     def take_free(self, cls: SlotClass, count: int) -> Slots:
         """Take up to `count` free slots, cutting spare slabs as needed. They come with one hold each."""
-        while cls.free_count < count and self.spare:
-            if not self.attach_slab(cls, self.spare[-1]):
-                break
-            self.spare.pop()
+        self.make_free(cls, count)
         slots = self.pool.take(cls, count)
         self.pool.row[slots] = ORPHAN
         self.pool.holds[slots] = 1
         return slots
+
+    def make_free(self, cls: SlotClass, count: int) -> int:
+        """Cut spare slabs until `count` slots are free; how many of these are."""
+        while cls.free_count < count and self.spare:
+            if not self.attach_spare(cls):
+                break
+        return min(count, cls.free_count)
+
+    def attach_spare(self, cls: SlotClass) -> bool:
+        """Cut the last spare slab into slots of a class; False where that cannot be."""
+        if not self.attach_slab(cls, self.spare[-1]):
+            return False
+        self.spare.pop()
+        return True
+
+    def in_use(self, cls: SlotClass) -> None:
+        """Somebody reads or stores blocks of this class."""
+        self._used_at[cls.id] = self.ticks
 
     def attach_slab(self, cls: SlotClass, slab: int) -> bool:
         """Cut a spare slab into slots of a class, or leave it as it is: then False."""

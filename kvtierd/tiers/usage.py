@@ -55,7 +55,7 @@ class Uses:
             now_ns = self._clock.now_ns()
             usage = self._model.observe(first_words(keys), rows.size, now_ns)
             state_of(session).requests.add(usage, now_ns)
-        before = self._slot_before(parent, entry)
+        before = self.slot_before(parent, entry)
         self._tell(entry, self._copies.host_class(entry), slots, rows[: slots.size], usage, before)
 
     def old_slots(self, store: Store) -> Slots:
@@ -63,7 +63,7 @@ class Uses:
         rows = store.chain.copy()
         rows[store.position] = -1
         found = np.empty(rows.size + 1, np.int32)
-        found[0] = self._slot_before(store.parent, store.entry)
+        found[0] = self.slot_before(store.parent, store.entry)
         found[1:] = np.where(rows >= 0, self._copies.blocks.table.host_slot[rows], np.int32(-1))
         return found
 
@@ -92,7 +92,8 @@ class Uses:
             requests.extend(number, usage)
         return usage
 
-    def _slot_before(self, parent: Keys | None, entry: NamespaceEntry) -> int:
+    def slot_before(self, parent: Keys | None, entry: NamespaceEntry) -> int:
+        """Host slot of the block with this key, or -1."""
         if parent is None:
             return -1
         row = self._copies.blocks.row_of(parent, entry.number)

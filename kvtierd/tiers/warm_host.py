@@ -17,7 +17,7 @@ from kvtierd.policy.eviction import EvictionPolicy
 from kvtierd.protocol.service import Session
 from kvtierd.tiers.arena import Chunk, GenerationTable
 from kvtierd.tiers.compress_forms import EXTENT
-from kvtierd.tiers.host_tier import Descriptors, HostTier
+from kvtierd.tiers.host_tier import HostTier
 from kvtierd.tiers.warm_table import WarmTable
 from kvtierd.tiers.warm_verify import Unverified
 
@@ -75,9 +75,13 @@ class WarmHostTier(HostTier):
     def settle(self, cls: SlotClass, slots: Slots, rows: npt.NDArray[np.int32]) -> None:
         """Filled slots become their rows' copies."""
         super().settle(cls, slots, rows)
+        self.published(slots, rows)
+
+    def published(self, slots: Slots, rows: npt.NDArray[np.int32]) -> None:
+        """Write down which blocks these slots hold."""
         blocks, pool = self._blocks, self.pool
         self._when += warm_rows.publish(
-            self.table.rows, pool._run_slab, pool._run_first, pool._shift, self.table.stride, self._generation,
+            self.table.rows, pool.run_slab, pool.run_first, pool.shift, self.table.stride, self.generation,
             self.table.digests, blocks.records, blocks.words, blocks.octets, blocks.block_sum, EXTENT, self._when,
             slots, rows,
         )  # fmt: skip
@@ -91,7 +95,7 @@ class WarmHostTier(HostTier):
     def withdraw(self, slots: Slots) -> None:
         """The rows of these slots are not true any more."""
         pool = self.pool
-        warm_rows.withdraw(self.table.rows, pool._run_slab, pool._run_first, pool._shift, self.table.stride, slots)
+        warm_rows.withdraw(self.table.rows, pool.run_slab, pool.run_first, pool.shift, self.table.stride, slots)
 
     def absent(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Which of these, -1 for no slot, hold nothing that may be served as it is, [n]."""
@@ -102,18 +106,22 @@ class WarmHostTier(HostTier):
         """Whether a block of the life before is among these that must be verified before it is served."""
         return self.unverified.pending > 0 and bool(self.unverified.among(slots).any())
 
-    def lend(self, cls: SlotClass, slots: Slots, session: Session, reservation: int) -> Descriptors:
+    @property
+    def all_proven(self) -> bool:
+        """Whether no block of the life before is left to be verified."""
+        return self.unverified.pending == 0
+
+    def lent(self, slots: Slots, session: Session, reservation: int) -> None:
         """A client writes these slots until it commits or aborts, and may do so beyond the daemon's end."""
         pool = self.pool
         owner = np.array([session.pid, reservation, *np.frombuffer(session.token, "<u8")], np.uint64)
         warm_rows.lend(
-            self.table.rows, pool._run_slab, pool._run_first, pool._shift, self.table.stride, self._generation, owner,
+            self.table.rows, pool.run_slab, pool.run_first, pool.shift, self.table.stride, self.generation, owner,
             slots,
         )  # fmt: skip
         if session.pid not in self._writers:
             self.keeper.keep(f"{PROCESS}{session.pid}", session.pidfd)
         self.writers_of(session.pid).add(session.id)
-        return super().lend(cls, slots, session, reservation)
 
     def writers_of(self, pid: int) -> set[int]:
         """Sessions of a process that may write slots; the process is kept while there are any."""

@@ -141,7 +141,8 @@ class _Adoption:
         cut = host._cuts[slab] = _Cut(cls, table, part)
         slots = host.pool.slots_of(slab)
         shared = table.generations[cut.first : cut.first + cls.slots_per_slab]
-        host._generation[slots] = shared
+        host.generation[slots] = shared
+        host.shared[slab] = shared.ctypes.data
         self._sort(taken, cls, slab, slots, shared)
 
     def _sort(self, taken: Taken, cls: SlotClass, slab: int, slots: Slots, generations: npt.NDArray[np.uint64]) -> None:

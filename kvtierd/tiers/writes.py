@@ -11,12 +11,9 @@ from kvtierd.config.schema import Settings
 from kvtierd.core.checksum import Sums
 from kvtierd.core.clock import Clock
 from kvtierd.core.errors import ErrorCode, RequestError
-from kvtierd.core.keys import Keys
-from kvtierd.gpu.slot_pool import SlotClass, Slots
+from kvtierd.gpu.slot_pool import Slots
 from kvtierd.protocol.messages import (
-    SLOT_BUSY,
     SLOT_EXISTS,
-    SLOT_GRANTED,
     Abort,
     AnyReply,
     Commit,
@@ -30,14 +27,14 @@ from kvtierd.protocol.messages import (
 from kvtierd.protocol.service import Answer, Session
 from kvtierd.tiers.blocks import VISIBLE, WRITING, Rows
 from kvtierd.tiers.demand import Demand
-from kvtierd.tiers.host_tier import empty_descriptors
-from kvtierd.tiers.leases import Register, Reservation
-from kvtierd.tiers.namespaces import NamespaceEntry
+from kvtierd.tiers.granting import Granting
+from kvtierd.tiers.leases import Reservation
 from kvtierd.tiers.offload import Offload
 from kvtierd.tiers.pressure import RETRY_MS
+from kvtierd.tiers.quick import Quick, Want
 from kvtierd.tiers.room import Room
 from kvtierd.tiers.sessions import keys_of, namespace_of, need_arena, need_frames, parent_of, sums_of
-from kvtierd.tiers.usage import Store, Uses
+from kvtierd.tiers.usage import Uses
 from kvtierd.tiers.verify import check_totals, fill, places_of, whole_blocks
 from kvtierd.tiers.workers import Workers
 
@@ -61,53 +58,61 @@ class Writes:
         demand: Demand,
         offload: Offload | None,
         uses: Uses,
+        quick: Quick,
     ) -> None:
-        self._uses = uses
+        self._quick = quick
         self._demand = demand
         self._offload = offload
         self._copies = room.copies
         self._room = room
         self._workers = workers
         self._clock = clock
-        self.apply(settings)
-        self.reservations: Register[Reservation] = Register(settings.leases.max_leases)
-        self.closed = False
+        limits = settings.leases
+        self._granting = Granting(room, clock, uses, quick, limits.max_leases, limits.reservation_ttl_ms)
+        self.reservations = self._granting.reservations
 
     def apply(self, settings: Settings) -> None:
         """Take over what may change while the daemon runs."""
-        self._ttl_ns = settings.leases.reservation_ttl_ms * 1_000_000
+        self._granting.ttl_ms = settings.leases.reservation_ttl_ms
+
+    def take_stores(self, *, yes: bool) -> None:
+        """Take stores, or answer each with `shutting_down`."""
+        self._granting.closed = not yes
 
     def reserve(self, session: Session, request: Reserve, frames: Frames) -> Answer | Awaitable[Answer]:
         """Grant host slots for the keys that are not there; just after a start it waits for the arena's memory."""
         need_arena(session)
         need_frames(frames, 1)
         entry = namespace_of(session, request.namespace)
-        keys, parent = keys_of(frames[0]), parent_of(request.parent)
-        cls = self._copies.host_class(entry)
-        answer = None if self._room.lacks_memory(cls, len(keys)) else self._granted(session, entry, keys, parent)
+        want = Want(session, entry, self._copies.host_class(entry), keys_of(frames[0]), parent_of(request.parent))
+        answer = None if self._lacks_memory(want) else self._granted(want)
         # It may have found no slot and had a chunk of another class given to its own: then memory is on its way now.
-        if answer is None or (_refused(answer.reply) and self._room.lacks_memory(cls, len(keys))):
-            return self._reserve_later(session, entry, keys, parent)
+        if answer is None or (_refused(answer.reply) and self._lacks_memory(want)):
+            return self._reserve_later(want)
         return answer
 
-    async def _reserve_later(self, session: Session, entry: NamespaceEntry, keys: Keys, parent: Keys | None) -> Answer:
-        await self._room.memory_for(self._copies.host_class(entry), len(keys))
-        return self._granted(session, entry, keys, parent)
+    async def _reserve_later(self, want: Want) -> Answer:
+        await self._memory_for(want)
+        return self._granted(want)
 
-    def _granted(self, session: Session, entry: NamespaceEntry, keys: Keys, parent: Keys | None) -> Answer:
-        reservation, status = self._reserve(session, entry, keys, parent)
-        descriptors = empty_descriptors(len(keys))
-        descriptors["status"] = status
+    def _lacks_memory(self, want: Want) -> bool:
+        return self._room.lacks_memory(want.cls, len(want.keys))
+
+    async def _memory_for(self, want: Want) -> None:
+        await self._room.memory_for(want.cls, len(want.keys))
+
+    def _granted(self, want: Want) -> Answer:
+        grant = self._granting.grant(want)
+        reservation = grant.reservation
         if reservation is not None:
-            granted = self._copies.host.lend(reservation.cls, reservation.slots, session, reservation.id)
-            descriptors[reservation.position] = granted
+            self._copies.host.lent(reservation.slots, want.session, reservation.id)
         reply = ReserveReply(
             id=0,
             reservation=reservation.id if reservation else 0,
             granted=reservation.slots.size if reservation else 0,
-            retry_after_ms=self._retry_ms(entry, int(np.count_nonzero(status == SLOT_BUSY))),
+            retry_after_ms=grant.retry_after_ms,
         )
-        return Answer(reply, [descriptors.tobytes()])
+        return Answer(reply, [grant.descriptors.tobytes()])
 
     def commit(self, session: Session, request: Commit, frames: Frames) -> Answer | Awaitable[Answer]:
         """Make reserved blocks visible; nothing changes when anything about the request is off."""
@@ -137,13 +142,14 @@ class Writes:
                 wanted = entry.geometry.block_bytes
                 message = f"block {i} has {payload.nbytes} bytes; this namespace's blocks have {wanted}"
                 raise RequestError(ErrorCode.GEOMETRY_MISMATCH, message)
-        await self._room.memory_for(self._copies.host_class(entry), len(keys))
-        reservation, status = self._reserve(session, entry, keys, parent_of(request.parent))
-        if reservation is None:  # as in `reserve`
-            await self._room.memory_for(self._copies.host_class(entry), len(keys))
-            reservation, status = self._reserve(session, entry, keys, parent_of(request.parent))
-        existed, refused = int((status == SLOT_EXISTS).sum()), int((status == SLOT_BUSY).sum())
-        retry = self._retry_ms(entry, refused)
+        want = Want(session, entry, self._copies.host_class(entry), keys, parent_of(request.parent))
+        await self._memory_for(want)
+        grant = self._granting.grant(want)
+        if grant.reservation is None:  # as in `reserve`
+            await self._memory_for(want)
+            grant = self._granting.grant(want)
+        existed = int((grant.descriptors["status"] == SLOT_EXISTS).sum())
+        reservation, refused, retry = grant.reservation, grant.busy, grant.retry_after_ms
         if reservation is None:
             return Answer(PutReply(id=0, stored=0, existed=existed, refused=refused, retry_after_ms=retry))
         reservation.busy = True
@@ -182,66 +188,6 @@ class Writes:
             if not reservation.busy:
                 self._give_back(reservation)
 
-    def _retry_ms(self, entry: NamespaceEntry, refused: int) -> int:
-        return self._room.pressure.retry_ms(self._copies.host_class(entry), refused) if refused else 0
-
-    def _reserve(
-        self, session: Session, entry: NamespaceEntry, keys: Keys, parent: Keys | None
-    ) -> tuple[Reservation | None, npt.NDArray[np.uint8]]:
-        """Rows and slots for keys that are not there: (reservation or None, status per key)."""
-        if self.closed:
-            raise RequestError(
-                ErrorCode.SHUTTING_DOWN, "the daemon takes no more stores: it is stopping, or was drained"
-            )
-        copies = self._copies
-        number = self.reservations.next_id(session.id)
-        if number is None:
-            message = f"too many reservations are open ({self.reservations.session_limit} a client)"
-            raise RequestError(ErrorCode.BUSY, message, retry_after_ms=RETRY_MS)
-        status = np.full(len(keys), SLOT_EXISTS, np.uint8)
-        copies.ensure_rows(len(keys))
-        rows, position, chain = copies.blocks.add(keys, entry.number, WRITING)
-        if busy := int(np.count_nonzero(chain < 0)):  # the table is full
-            status[chain < 0] = SLOT_BUSY
-            copies.counters["busy_stores"] += busy
-        copies.blocks.link_behind(parent, entry.number, chain)
-        cls = copies.host_class(entry)
-        self._room.pressure.wanted(cls, rows)
-        slots = self._take_slots(Store(session, entry, keys, chain, position, parent), cls)
-        status[position[slots.size :]] = SLOT_BUSY
-        if slots.size < rows.size:
-            copies.counters["busy_stores"] += int(rows.size - slots.size)
-            self._drop_rows(rows[slots.size :])
-        if not slots.size:
-            return None, status
-        rows, position = rows[: slots.size], position[: slots.size]
-        status[position] = SLOT_GRANTED
-        expires_ns = self._clock.now_ns() + self._ttl_ns
-        # Frames do not outlive the request.
-        mine, before = keys[position].copy(), None if parent is None else parent.copy()
-        ids = copies.blocks.ids(chain)
-        reservation = Reservation(
-            number, session.id, entry, cls, mine, rows, slots, position, chain, ids, before, expires_ns
-        )
-        self.reservations.add(reservation)
-        copies.counters["reserved_blocks"] += slots.size
-        return reservation, status
-
-    def _take_slots(self, store: Store, cls: SlotClass) -> Slots:
-        """Slots for the new blocks of a store, and word to the policies that all of its blocks were used.
-
-        They are told now and not when the blocks are whole, so that the blocks before those that are being written are
-        nobody's victims. Nor may they go to make this room: they are held meanwhile.
-        """
-        host = self._copies.host
-        told = self._uses.old_slots(store)
-        kept = told[told >= 0]
-        host.pool.hold(kept)
-        slots = self._room.take_host(cls, store.position.size)
-        host.release(cls, kept)
-        self._uses.stored(store, cls, told, slots)
-        return slots
-
     def _checked(
         self, session: Session, request: Commit, frames: Frames
     ) -> tuple[Reservation, npt.NDArray[np.intp], Sums, Sums]:
@@ -274,30 +220,48 @@ class Writes:
 
     def _finish(self, reservation: Reservation, which: npt.NDArray[np.intp], sums: Sums, totals: Sums) -> Answer:
         """Blocks become visible; the rest of the reservation stays."""
-        copies, entry, cls = self._copies, reservation.entry, reservation.cls
-        rows, slots = reservation.rows[which], reservation.slots[which]
+        copies, entry = self._copies, reservation.entry
+        rows, slots = reservation.rows, reservation.slots
+        if which.size < rows.size:
+            rows, slots = rows[which], slots[which]
+        if reservation.quarantined or not self._quick.commit(reservation.cls, rows, slots, sums, totals):
+            rows = self._finish_slowly(reservation, which, rows, slots, sums, totals)
+        self._shrink(reservation, which)
+        if rows.size:
+            self._offload_stored(reservation, rows)
+            copies.counters["committed_blocks"] += rows.size
+            copies.counters["committed_bytes"] += rows.size * entry.geometry.block_bytes
+            if copies.events is not None:
+                keys = [key.tobytes() for key in copies.blocks.table.key[rows]]
+                copies.events.stored(keys, None, entry.geometry.block_size, "host")
+        return Answer(CommitReply(id=0, committed=rows.size, existed=which.size - rows.size))
+
+    def _finish_slowly(
+        self,
+        reservation: Reservation,
+        which: npt.NDArray[np.intp],
+        rows: Rows,
+        slots: Slots,
+        sums: Sums,
+        totals: Sums,
+    ) -> Rows:
+        """Step by step, what `Quick.commit` does in one; also where others may have stored the blocks meanwhile."""
+        copies, cls, table = self._copies, reservation.cls, self._copies.blocks.table
         keep = np.ones(which.size, np.bool_)
         if reservation.quarantined:
-            keep = copies.blocks.pages.lookup(reservation.keys[which], entry.number) < 0
+            keep = copies.blocks.pages.lookup(reservation.keys[which], reservation.entry.number) < 0
             if keep.any():
                 copies.blocks.show(rows[keep])
-        fresh, fresh_slots = rows[keep], slots[keep]
-        table = copies.blocks.table
-        copies.host.set_sums(cls, fresh_slots, sums[keep])
+        fresh = rows[keep]
+        copies.host.set_sums(cls, slots[keep], sums[keep])
         table.block_sum[fresh] = totals[keep]
         table.flags[fresh] = (table.flags[fresh] | VISIBLE) & np.uint8(~WRITING & 0xFF)
-        copies.add_host(cls, fresh, fresh_slots)
+        copies.add_host(cls, fresh, slots[keep])
         if fresh.size:
-            self._demand.stored(fresh, entry.geometry.slot_bytes)
-            self._offload_stored(reservation, fresh)
-        self._drop_rows(rows[~keep])
+            self._demand.stored(fresh, reservation.entry.geometry.slot_bytes)
+        self._granting.drop_rows(rows[~keep])
         copies.host.release(cls, slots)
-        self._shrink(reservation, which)
-        copies.counters["committed_blocks"] += fresh.size
-        copies.counters["committed_bytes"] += fresh.size * entry.geometry.block_bytes
-        if copies.events is not None and fresh.size:
-            copies.events.stored([key.tobytes() for key in table.key[fresh]], None, entry.geometry.block_size, "host")
-        return Answer(CommitReply(id=0, committed=fresh.size, existed=which.size - fresh.size))
+        return fresh
 
     def _offload_stored(self, reservation: Reservation, fresh: Rows) -> None:
         if self._offload is None:
@@ -313,17 +277,18 @@ class Writes:
         self._offload.stored(entry, reservation.cls, chain, fresh, open_end=open_end)
 
     def _shrink(self, reservation: Reservation, which: npt.NDArray[np.intp]) -> None:
+        if which.size == reservation.rows.size:
+            self.reservations.remove(reservation)
+            return
         rest = np.ones(reservation.rows.size, np.bool_)
         rest[which] = False
-        if not rest.any():
-            self.reservations.remove(reservation)
         for name in ("rows", "slots", "position", "keys"):
             setattr(reservation, name, getattr(reservation, name)[rest])
 
     def _give_back(self, reservation: Reservation) -> None:
         self.reservations.remove(reservation)
         self._copies.counters["aborted_blocks"] += reservation.rows.size
-        self._drop_rows(reservation.rows)
+        self._granting.drop_rows(reservation.rows)
         self._copies.host.release(reservation.cls, reservation.slots)
 
     def _quarantine(self, reservation: Reservation) -> None:
@@ -332,13 +297,6 @@ class Writes:
         self._copies.blocks.hide(reservation.rows)
         # Whatever becomes of them: nothing that may go should wait for it.
         self._copies.host.policy.removed(reservation.cls.id, reservation.slots)
-
-    def _drop_rows(self, rows: Rows) -> None:
-        """Rows that were being written and never became blocks."""
-        if rows.size:
-            table = self._copies.blocks.table
-            table.flags[rows] &= np.uint8(~WRITING & 0xFF)
-            self._copies.blocks.drop(rows)
 
     def _reservation(self, session: Session, number: int) -> Reservation:
         reservation = self.reservations.get(number, session.id)

@@ -33,9 +33,10 @@ def test_the_setting_chooses_the_policy_of_host_and_gpu(cache, kind):
 
 
 class Observed:
-    """A model that notes what it is told."""
+    """A model that notes what it is told, step by step; the quick ways do the same (test_quick_ways.py)."""
 
     def __init__(self, rig):
+        rig.manager.quick.turn_off()
         self.model = rig.manager._reads._uses._model
         self.told = []
         self._observe = self.model.observe
