@@ -14,7 +14,6 @@ from typing import Any
 
 from kvtierd.config.schema import Settings
 from kvtierd.core.clock import Clock
-from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.core.progress import Progress
 from kvtierd.gpu import Device
 from kvtierd.protocol import messages as m
@@ -24,7 +23,6 @@ from kvtierd.tiers.admin import Admin
 from kvtierd.tiers.attend import Attention
 from kvtierd.tiers.blocks import Blocks
 from kvtierd.tiers.compress import Compressor
-from kvtierd.tiers.compress_loss import registered
 from kvtierd.tiers.copies import Copies, EventSink
 from kvtierd.tiers.demand import Demand
 from kvtierd.tiers.gpu_tier import GpuTier
@@ -36,10 +34,11 @@ from kvtierd.tiers.part_reads import PartReads
 from kvtierd.tiers.pressure import Pressure
 from kvtierd.tiers.quick import Quick
 from kvtierd.tiers.reads import Reads
+from kvtierd.tiers.registration import Registration
 from kvtierd.tiers.reshape import Reshaper
 from kvtierd.tiers.room import Room
 from kvtierd.tiers.sequences import Sequences
-from kvtierd.tiers.sessions import SessionState, need_frames, state_of
+from kvtierd.tiers.sessions import SessionState
 from kvtierd.tiers.shaping import Shaping
 from kvtierd.tiers.speeds import Speeds, probe_copy
 from kvtierd.tiers.usage import Uses
@@ -298,7 +297,9 @@ class TierManager:
     def _table(self) -> dict[type, Handler]:
         """Who serves what."""
         return {
-            m.RegisterNamespace: self._register,
+            m.RegisterNamespace: Registration(
+                self.copies, self.settings.host.chunk_bytes, self._store, self._write_behind
+            ).register,
             m.Lookup: self._lookups.lookup,
             m.Acquire: self._reads.acquire,
             m.AcquirePart: self._parts.acquire,
@@ -321,35 +322,6 @@ class TierManager:
             m.CloseSequence: self._sequences.close_sequence,
             m.Stats: lambda *_: Answer(m.StatsReply(id=0, stats=self.stats())),
         }
-
-    def _register(
-        self, session: Session, request: m.RegisterNamespace, frames: Sequence[memoryview]
-    ) -> Answer | Awaitable[Answer]:
-        need_frames(frames, 0)
-        shape = request.namespace.geometry
-        if request.block_bytes not in {0, shape.block_bytes}:
-            raise RequestError(
-                ErrorCode.GEOMETRY_MISMATCH,
-                f"a block of this geometry has {shape.block_bytes} bytes, not {request.block_bytes}",
-            )
-        if shape.slot_bytes > self.settings.host.chunk_bytes:
-            raise RequestError(
-                ErrorCode.TOO_LARGE,
-                f"a block takes {shape.slot_bytes} bytes and a chunk has {self.settings.host.chunk_bytes}; "
-                "raise host.chunk_bytes or lower block_size",
-            )
-        entry = self.copies.namespaces.register(session.tenant, request.namespace, allow_loss=request.allow_loss)
-        if self._store is not None:
-            self._store.register(entry.digest, entry.namespace)
-        reply = m.NamespaceReply(
-            id=0,
-            namespace=state_of(session).number_of(entry),
-            digest=entry.digest,
-            block_bytes=shape.block_bytes,
-            slot_bytes=shape.slot_bytes,
-            layer_stride=shape.layer_stride,
-        )
-        return registered(self.copies, entry, Answer(reply), self._write_behind)
 
     def tick(self) -> None:
         """What time brings: the end of leases, watermarks, extents of other sizes."""
