@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvtierd.index.jit import CacheState
 
-SERVED = ("index", "policy", "gpu/host_kernels")
+SERVED = ("index", "policy", "tiers/steps", "gpu/host_kernels")
 """Folders whose functions requests call."""
 
 

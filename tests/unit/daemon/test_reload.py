@@ -64,5 +64,5 @@ def test_manager_takes_over_every_reloadable_setting_of_the_tiers() -> None:
     assert manager._room.marks == {"host": 0.6, "gpu": 0.5}
     assert manager._reads.prefetcher.window == 9
     assert manager._reads._limits.max_ttl_ms == 700_000
-    assert manager._writes._ttl_ns == 5_000_000
+    assert manager._writes._granting.ttl_ms == 5
     assert manager._admin.pinned_bytes_max == 1 << 20
