@@ -79,20 +79,20 @@ class ThrashGuard:
 
     def wanted(self, keys: Keys64, now_ns: int) -> int:
         """Blocks need a place in the tier, whether they get it or not; how many of them had left it lately."""
-        refetched = int(self.evicted_keys.contains(keys).sum())
-        self.count(keys.size, refetched)
-        if self._wanted >= self._window:
-            self._end_window(self._refetched / self._wanted, now_ns)
+        refetched = self.lately_evicted(keys)
+        self.count(keys.size, refetched, now_ns)
         return refetched
 
-    def count(self, wanted: int, refetched: int) -> None:
-        """So many blocks need a place, and so many of them had left it lately; the window does not end with them."""
+    def lately_evicted(self, keys: Keys64) -> int:
+        """How many blocks left the tier lately, and are remembered; keys [n] uint64."""
+        return int(self.evicted_keys.contains(keys).sum())
+
+    def count(self, wanted: int, refetched: int, now_ns: int) -> None:
+        """So many blocks need a place in the tier, and so many of them had left it lately."""
         self._wanted += wanted
         self._refetched += refetched
-
-    def judges(self, blocks: int) -> bool:
-        """Whether so many more blocks end the window."""
-        return self._wanted + blocks >= self._window
+        if self._wanted >= self._window:
+            self._end_window(self._refetched / self._wanted, now_ns)
 
     def tick(self, now_ns: int) -> None:
         """Judge a window that has lasted too long for thrashing by what there was: so the state ends by itself."""

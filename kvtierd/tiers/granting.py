@@ -85,8 +85,9 @@ class Granting:
         copies.ensure_rows(len(keys))
         rows, position, chain = copies.blocks.add(keys, want.entry.number, WRITING)
         copies.blocks.link_behind(want.parent, want.entry.number, chain)
-        self._room.pressure.wanted(cls, rows)
+        returned = self._room.pressure.lately_evicted(cls, rows)
         slots = self._take_slots(Store(want.session, want.entry, keys, chain, position, want.parent), cls)
+        self._room.pressure.count(cls, rows.size, returned)
         descriptors = empty_descriptors(len(keys))
         descriptors["status"] = SLOT_EXISTS
         descriptors["status"][chain < 0] = SLOT_BUSY  # the block table is full

@@ -58,10 +58,21 @@ class Pressure:
             watch.guard.wanted(self._blocks.ids(rows), self._clock.now_ns())
             self._settle(watch)
 
-    def calm(self, cls: SlotClass, blocks: int) -> ThrashGuard | None:
-        """The guard of a class that does not thrash, and cannot begin to when so many blocks are wanted; else None."""
+    def lately_evicted(self, cls: SlotClass, rows: Rows) -> int:
+        """How many of these blocks, which need slots, had left the tier lately; then `count` them."""
         watch = self._watch(cls)
-        return None if watch is None or watch.guard.active or watch.guard.judges(blocks) else watch.guard
+        return 0 if watch is None else watch.guard.lately_evicted(self._blocks.ids(rows))
+
+    def count(self, cls: SlotClass, wanted: int, returned: int) -> None:
+        """So many blocks needed slots, whether they have got them or not; so many of them had left the tier lately."""
+        if (watch := self._watch(cls)) is not None:
+            watch.guard.count(wanted, returned, self._clock.now_ns())
+            self._settle(watch)
+
+    def is_calm(self, cls: SlotClass) -> bool:
+        """Whether a class has slots and does not thrash."""
+        watch = self._watch(cls)
+        return watch is not None and not watch.guard.active
 
     def evicted_keys(self, cls: SlotClass) -> KeyFilter | None:
         """What remembers the blocks that left a class."""

@@ -111,10 +111,10 @@ class Quick:
         masks = np.empty(len(keys), np.uint8)
         return masks[: reading.lookup(self._board.words, keys, entry.number, masks)]
 
-    def acquire(self, want: Want, before: int, window: int) -> Held | None:
+    def acquire(self, want: Want, window: int) -> Held | None:
         """Hold the leading run where all of it lies in host slots of its own, and tell policies that it is used.
 
-        `before` is the host slot of the parent, or -1; `window` is how many blocks are fetched ahead.
+        `window` is how many blocks are fetched ahead.
         """
         keys, cls = want.keys, want.cls
         if self._board is None or len(keys) >= LONG_KEYS or self._in_gpu() or not self._host.all_proven:
@@ -126,7 +126,7 @@ class Quick:
         rows, slots = np.empty(count, np.int32), np.empty(count, np.int32)
         descriptors, sums = np.empty((count, DESCRIPTOR_BYTES), np.uint8), np.empty((count, cls.layers), np.uint64)
         found = reading.acquire(
-            self._board.words, self._class_board(cls), keys, want.entry.number, before, window, now,
+            self._board.words, self._class_board(cls), keys, _parent(want), want.entry.number, window, now,
             now_ns // SECOND_NS, self._demand.half_life_s, usage.kinds, usage.paces, usage.story, rows, slots,
             descriptors, sums, self._told,
         )  # fmt: skip
@@ -151,9 +151,8 @@ class Quick:
 
     def reserve(self, want: Want) -> Reserved | None:
         """Rows and slots for the keys that are not there, with victims as needed; policies are told of all of them."""
-        keys, cls, parent = want.keys, want.cls, want.parent
-        guard = self._room.pressure.calm(cls, len(keys))
-        if self._board is None or guard is None or not self._ordinary():
+        keys, cls = want.keys, want.cls
+        if self._board is None or not self._ordinary() or not self._room.pressure.is_calm(cls):
             return None
         count, now_ns, was = len(keys), self._clock.now_ns(), self._model.now
         self._policy.take_back()
@@ -166,7 +165,7 @@ class Quick:
         position, chain = np.empty(count, np.int64), np.empty(count, np.int32)
         ids, descriptors = np.empty(count, np.uint64), np.empty((count, DESCRIPTOR_BYTES), np.uint8)
         keys_out = _NO_BYTES if self._copies.events is None else np.empty(count * 32, np.uint8)
-        before = _NO_KEYS if parent is None else parent
+        before = _parent(want)
         while True:
             granted = storing.reserve(
                 self._board.words, self._class_board(cls), keys, before, want.entry.number, cls.free_count,
@@ -185,9 +184,9 @@ class Quick:
         told = self._told.tolist()
         self._account(cls, told, granted, keys_out)
         new, short = told[storing.NEW], told[storing.SHORT]
-        guard.count(new, told[storing.RETURNED])
         if told[evicting.VICTIMS] or short:
             self._room.move_slab(cls)
+        self._room.pressure.count(cls, new, told[storing.RETURNED])
         return Reserved(
             rows[:granted], slots[:granted], position[:granted], chain, ids, descriptors, rows[granted:new],
             short + told[storing.NO_ROW],
@@ -257,6 +256,10 @@ class Quick:
             board.set(places.EVICTED_SECRET, secret)
         self._classes[cls.id] = (board, evicted)
         return board.words
+
+
+def _parent(want: Want) -> Keys:
+    return _NO_KEYS if want.parent is None else want.parent
 
 
 def _new_usage(count: int, now: int) -> Usage:

@@ -94,9 +94,8 @@ class Reads:
         keys, parent = keys_of(frames[0]), parent_of(request.parent)
         cls = self._copies.host_class(entry)
         if not request.verify:
-            before = self._uses.slot_before(parent, entry)
             want = Want(session, entry, cls, keys, parent)
-            held = self._quick.acquire(want, before, self.prefetcher.window)
+            held = self._quick.acquire(want, self.prefetcher.window)
             if held is not None:
                 return self._lend_held(want, request, held)
         rows = self._copies.blocks.find_prefix(keys, entry.number)

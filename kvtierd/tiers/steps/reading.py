@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from kvtierd.index import probe
 from kvtierd.index.board import BOARD, Words64, number_of
 from kvtierd.index.jit import Word, compiled, helper
 from kvtierd.index.layout import KEYS, ROW_NUMBERS, Keys, Rows
-from kvtierd.index.probe import prefix
 from kvtierd.tiers.blocks import PREFETCHED, RESIDENT, RETURNED, VISIBLE
 from kvtierd.tiers.steps import places as at
 from kvtierd.tiers.steps.parts import (
@@ -45,11 +45,35 @@ BYTES = types.uint8[::1]
 def visible_prefix(board: Word, keys: Word, namespace: Word, rows: Word) -> Word:
     """Rows of the leading run of visible blocks; how many."""
     octets = at.octets_of(board, at.OCTETS)
-    hit = prefix(at.pages_of(board, at.PAGES), at.records_of(board, at.RECORDS), keys, namespace, rows)
+    hit = probe.prefix(at.pages_of(board, at.PAGES), at.records_of(board, at.RECORDS), keys, namespace, rows)
     for index in range(hit):
         if octets[rows[index], FLAGS] & VISIBLE == 0:
             return index
     return hit
+
+
+@helper
+def row_of(board: Word, key: Word, namespace: Word) -> Word:
+    """Row of one key, visible or not, or -1; `key` is [0 or 1, 32]."""
+    if key.shape[0] == 0:
+        return np.int32(-1)
+    found = np.empty(1, np.int32)
+    probe.lookup(at.pages_of(board, at.PAGES), at.records_of(board, at.RECORDS), key, namespace, found)
+    return found[0]
+
+
+@helper
+def slot_of_row(board: Word, row: Word) -> Word:
+    """Host slot of a visible block, or -1."""
+    if row < 0 or at.octets_of(board, at.OCTETS)[row, FLAGS] & VISIBLE == 0:
+        return np.int32(-1)
+    return at.words_of(board, at.WORDS)[row, HOST_SLOT]
+
+
+@helper
+def slot_of(board: Word, key: Word, namespace: Word) -> Word:
+    """Host slot of the block with one key, or -1; `key` is [0 or 1, 32]."""
+    return slot_of_row(board, row_of(board, key, namespace))
 
 
 @compiled(types.int64(BOARD, KEYS, types.int64, BYTES))
@@ -89,20 +113,20 @@ def _mark_read(board: Word, rows: Word, sources: Word, told: Word) -> None:
 
 @compiled(
     types.int64(
-        BOARD, BOARD, KEYS, types.int64, types.int64, types.int64, types.uint32, types.uint32, types.float64,
+        BOARD, BOARD, KEYS, KEYS, types.int64, types.int64, types.uint32, types.uint32, types.float64,
         types.uint16[::1], types.uint8[::1], types.int64[::1], ROW_NUMBERS, ROW_NUMBERS, types.uint8[:, ::1],
         types.uint64[:, ::1], types.int64[::1],
     )
 )  # fmt: skip
 def acquire(
-    board: Words64, cls: Words64, keys: Keys, namespace: int, before: int, window: int, now: int, now_s: int,
+    board: Words64, cls: Words64, keys: Keys, parent: Keys, namespace: int, window: int, now: int, now_s: int,
     half_life_s: float, kinds: npt.NDArray[np.uint16], paces: Bytes, story: npt.NDArray[np.int64], rows: Rows,
     slots: Rows, descriptors: Bytes, sums: npt.NDArray[np.uint64], told: Words64,
 ) -> int:  # fmt: skip
     """Hold the leading run of `keys` ([n, 32]) where all of it is in host: how many blocks, or -1, and nothing done.
 
-    `before` is the slot of the block before the first, or -1. Filled in are `kinds`, `paces` and `story`, as `observe`
-    does; rows, slots, descriptors ([n, 24]) and layer sums ([n, layers]) of the blocks; and `told`.
+    `parent` is the key before the first, [1, 32], or none, [0, 32]. Filled in are `kinds`, `paces` and `story`, as
+    `observe` does; rows, slots, descriptors ([n, 24]) and layer sums ([n, layers]) of the blocks; and `told`.
     """
     words, octets = at.words_of(board, at.WORDS), at.octets_of(board, at.OCTETS)
     hit = visible_prefix(board, keys, namespace, rows)
@@ -120,6 +144,7 @@ def acquire(
     for index in range(hit):
         holds[slots[index]] += 1
         sources[index] = octets[rows[index], FLAGS] & RESIDENT
+    before = slot_of(board, parent, namespace)
     observe_request(board, words_of_keys(keys), hit, -1, story, kinds, paces, now)
     tell_policy(board, cls, slots, kinds, paces, before, now)
     _mark_read(board, rows, sources, told)

@@ -28,7 +28,17 @@ from kvtierd.tiers.steps.parts import (
     words_of_keys,
     words_of_rows,
 )
-from kvtierd.tiers.steps.reading import BYTES, FLAGS, HOST_SLOT, NAMESPACE, NEXT_ROW, TIER_HOST, Bytes
+from kvtierd.tiers.steps.reading import (
+    BYTES,
+    FLAGS,
+    HOST_SLOT,
+    NAMESPACE,
+    NEXT_ROW,
+    TIER_HOST,
+    Bytes,
+    row_of,
+    slot_of_row,
+)
 
 GRANTED, EXISTS, BUSY = 0, 1, 2
 """As SLOT_* of the protocol."""
@@ -43,16 +53,6 @@ tier lately, and slots missing."""
 TOLD_WORDS = 16
 SCAN_MAX = 4096
 _REMEMBER = False
-
-
-@helper
-def _row_of(board: Word, key: Word, namespace: Word) -> Word:
-    """Row of the key before the first, or -1; `key` is [0 or 1, 32]."""
-    if key.shape[0] == 0:
-        return np.int32(-1)
-    found = np.empty(1, np.int32)
-    lookup(at.pages_of(board, at.PAGES), at.records_of(board, at.RECORDS), key, namespace, found)
-    return found[0]
 
 
 @subroutine
@@ -176,14 +176,11 @@ def reserve(
     if absent > free and spare > 0:
         return NEEDS_SLAB
     told[:] = 0
-    octets = at.octets_of(board, at.OCTETS)
     new = _add_rows(board, keys, namespace, chain, rows, position)
     told[NEW] = new
-    above = _row_of(board, parent, namespace)
+    above = row_of(board, parent, namespace)
     _link(board, above, chain)
-    before = np.int32(-1)
-    if above >= 0 and octets[above, FLAGS] & VISIBLE != 0:
-        before = at.words_of(board, at.WORDS)[above, HOST_SLOT]
+    before = slot_of_row(board, above)
     told[RETURNED] = _lately_evicted(board, cls, rows[:new])
     used = np.empty(chain.size, np.int32)
     hits = _slots_there(board, chain, position[:new], used)
