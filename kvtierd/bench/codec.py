@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from kvtierd.bench.codec_tiers import tier_rows
 from kvtierd.bench.copies import Threads, private_memory
 from kvtierd.bench.options import Options, l3_bytes, need_memory, thread_count
 from kvtierd.bench.placement import own_cpu, own_cpus
@@ -140,6 +141,7 @@ def rows(options: Options) -> Iterator[Row]:
     count = 4 * l3_bytes() // SHAPE.slot_bytes + 1
     need_memory(8 * count * SHAPE.slot_bytes)
     yield from rows_of(count, options.rounds(11, 5), thread_count())
+    yield from tier_rows(options, SHAPE)
 
 
 def rows_of(count: int, rounds: int, thread_count: int) -> Iterator[Row]:

@@ -39,11 +39,13 @@ class Compression(_Section, frozen=True, kw_only=True):
     """FP8 of cold blocks, in namespaces that allow loss."""
 
     enabled: bool = True
-    """Whether cold blocks are compressed, where their namespace allows loss. This version compresses nothing."""
+    """Whether cold blocks are compressed in host, before they move to nvme or at rest, where their namespace allows
+    loss. What is compressed already is read either way."""
     method: Literal["fp8"] = "fp8"
     """e4m3 with one scale per layer, K or V, head and block."""
     threshold: Annotated[int, Meta(ge=0, le=1_000_000)] = 10
-    """Heat below which a block is cold: counted, and compressed as soon as that is done at all."""
+    """Heat, in uses, below which a block is cold; with 0 none is. A block that was just stored has a heat of 1: from 2
+    on new blocks are compressed as soon as they are written to nvme."""
 
 
 class KvCache(_Section, frozen=True, kw_only=True):
