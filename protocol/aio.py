@@ -64,9 +64,9 @@ class AsyncClient(AsyncParts, AsyncAttention):
 
     # Metadata
 
-    async def register(self, namespace: Namespace, *, allow_loss: bool = False) -> NamespaceHandle:
+    async def register(self, namespace: Namespace, *, allow_loss: bool = False, ttl_s: int = 0) -> NamespaceHandle:
         """As `Client.register`."""
-        handle = NamespaceHandle(namespace, allow_loss=allow_loss)
+        handle = NamespaceHandle(namespace, allow_loss=allow_loss, ttl_s=ttl_s)
         return await self._driver.run(self._queries.register(handle, self._deadline_ns(None)))
 
     async def lookup(

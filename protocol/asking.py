@@ -248,4 +248,5 @@ def _registration(handle: NamespaceHandle) -> RegisterNamespace:
         namespace=handle.namespace,
         block_bytes=handle.geometry.block_bytes,
         allow_loss=handle.allow_loss,
+        ttl_s=handle.ttl_s,
     )

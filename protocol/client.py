@@ -75,12 +75,13 @@ class Client(SyncAttention):
 
     # Metadata
 
-    def register(self, namespace: Namespace, *, allow_loss: bool = False) -> NamespaceHandle:
+    def register(self, namespace: Namespace, *, allow_loss: bool = False, ttl_s: int = 0) -> NamespaceHandle:
         """Name a namespace. Without a daemon the handle is registered with its first use.
 
-        `allow_loss` permits FP8 for its cold blocks. Raises RequestError when the daemon refuses the namespace.
+        `allow_loss` permits FP8 for its cold blocks. Those that are neither stored nor read for `ttl_s` seconds are
+        forgotten (0: as the daemon is set). Raises RequestError when the daemon refuses the namespace.
         """
-        handle = NamespaceHandle(namespace, allow_loss=allow_loss)
+        handle = NamespaceHandle(namespace, allow_loss=allow_loss, ttl_s=ttl_s)
         return self._driver.run(self._queries.register(handle, self._deadline_ns(None)))
 
     def lookup(

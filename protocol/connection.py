@@ -76,7 +76,7 @@ class Connection:
         self.epoch = 0
         self.session_no = 0
         """Counts sessions: numbers of leases and reservations mean something only within one."""
-        self.numbers: dict[tuple[bytes, bool], int] = {}
+        self.numbers: dict[tuple[bytes, bool, int], int] = {}
         """Numbers of namespaces in this session, by their handles' identity; a new session has a new dict."""
         self.socket_no = 0
         """Counts sockets: a descriptor's number may come again."""

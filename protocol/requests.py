@@ -57,12 +57,14 @@ class RegisterNamespace(Request, kw_only=True, omit_defaults=True, tag="register
     """Name a namespace once per session; others refer to it by the number in the reply.
 
     `block_bytes` is what the client believes a block's payload to be: error `geometry_mismatch` when its geometry
-    says otherwise (0 asks for no check). `allow_loss` permits FP8 for cold blocks.
+    says otherwise (0 asks for no check). `allow_loss` permits FP8 for cold blocks. Blocks that are neither
+    stored nor read for `ttl_s` seconds are forgotten (0: as the daemon is set); the shortest that a client names holds.
     """
 
     namespace: Namespace
     block_bytes: int = 0
     allow_loss: bool = False
+    ttl_s: int = 0
 
 
 class Lookup(Request, kw_only=True, omit_defaults=True, tag="lookup"):

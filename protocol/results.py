@@ -25,14 +25,15 @@ NO_MASKS.flags.writeable = False
 class NamespaceHandle:
     """A registered namespace. It stays valid over reconnects and with every client: each registers it by itself."""
 
-    __slots__ = ("allow_loss", "digest", "geometry", "identity", "namespace")
+    __slots__ = ("allow_loss", "digest", "geometry", "identity", "namespace", "ttl_s")
 
-    def __init__(self, namespace: Namespace, *, allow_loss: bool) -> None:
+    def __init__(self, namespace: Namespace, *, allow_loss: bool, ttl_s: int = 0) -> None:
         self.namespace = namespace
         self.geometry: Geometry = namespace.geometry
         self.digest = namespace.digest()
         self.allow_loss = allow_loss
-        self.identity = (self.digest, allow_loss)
+        self.ttl_s = ttl_s
+        self.identity = (self.digest, allow_loss, ttl_s)
         """What a client keeps its number under, session by session."""
 
     def __repr__(self) -> str:

@@ -62,6 +62,9 @@ class KvCache(_Section, frozen=True, kw_only=True):
     takes, learned from when blocks have returned (`returns`), or the least recently used one (`lru`)."""
     heat_half_life_s: Annotated[int, Meta(ge=1, le=31_536_000)] = 3600
     """Seconds after which a use of a block counts half: heat is the sum of its uses, each weighed by its age."""
+    ttl_s: Annotated[int, Meta(ge=0, le=315_360_000), _LIVE] = 0
+    """Seconds after which blocks that were neither stored nor read are forgotten; 0 is never. A client may name a
+    shorter time for a namespace. Counted anew when the daemon starts."""
     compression: Compression = Compression()
 
 

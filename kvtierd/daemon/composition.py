@@ -51,6 +51,7 @@ class Daemon:
     def __init__(self, manager: TierManager, server: Server, liveness: Liveness, requests: RequestLog) -> None:
         self.endpoint = server.endpoint
         self.requests = requests
+        self.operator = manager.operator
         self._held = False
         self._stopping = False
         self._manager = manager

@@ -14,15 +14,18 @@ from kvtierd.daemon.census import Census
 from kvtierd.daemon.families import ABSENCE_SECONDS, BLOCK_STATES, REQUEST_SECONDS, collect
 from kvtierd.daemon.http import Asked, Handler, Page
 from kvtierd.daemon.requests import RequestLog
+from kvtierd.daemon.selection import chosen, refusals
 from kvtierd.daemon.state import in_sections
 from kvtierd.telemetry.fields import plain
 from kvtierd.telemetry.prometheus import CONTENT_TYPE, Histogram, Labels, Value, render
+from kvtierd.tiers.operator import Operator
 
 
 class Viewed(Protocol):
     """The daemon as pages see it."""
 
     requests: RequestLog
+    operator: Operator
 
     def state(self) -> Mapping[str, Any]:
         """Every statistic by name."""
@@ -87,6 +90,10 @@ class Pages:
             ("GET", "/namespaces"): self.namespaces,
             ("GET", "/drain"): self.draining,
             ("POST", "/drain"): self.drain,
+            ("GET", "/blocks"): self.blocks,
+            ("POST", "/pin"): self.pin,
+            ("POST", "/evict"): self.evict,
+            ("POST", "/purge"): self.purge,
         }
 
     async def metrics(self, _asked: Asked) -> Page:
@@ -157,6 +164,40 @@ class Pages:
             return _starting()
         self.viewed.hold_stores(yes=asked.query.get("undo", "0") != "1")
         return await self.draining(asked)
+
+    async def blocks(self, asked: Asked) -> Page:
+        """Blocks that are chosen, and how many there are."""
+        if self.viewed is None:
+            return _starting()
+        shown, total = await self.viewed.operator.blocks(chosen(asked.query), _number(asked, "count", 50))
+        return _json({"blocks": shown, "total": total})
+
+    async def pin(self, asked: Asked) -> Page:
+        """Pin what is chosen, or take pins back (`?undo=1`)."""
+        if self.viewed is None:
+            return _starting()
+        operator, which = self.viewed.operator, chosen(asked.query)
+        work = operator.unpin(which) if asked.query.get("undo") == "1" else operator.pin(which)
+        return _json({"blocks": await refusals(work)})
+
+    async def evict(self, asked: Asked) -> Page:
+        """Drop copies in one tier of what is chosen."""
+        if self.viewed is None:
+            return _starting()
+        which = chosen(asked.query)
+        if which.tier is None:
+            raise ValueError("evict wants a tier: gpu or host")
+        dropped, kept = await self.viewed.operator.evict(which, which.tier)
+        return _json({"blocks": dropped, "kept": kept})
+
+    async def purge(self, asked: Asked) -> Page:
+        """Forget what is chosen, durably."""
+        if self.viewed is None:
+            return _starting()
+        which = chosen(asked.query)
+        if which.is_everything and asked.query.get("all") != "1":
+            raise ValueError("purge of everything wants all=1")
+        return _json({"blocks": await refusals(self.viewed.operator.purge(which))})
 
     async def draining(self, _asked: Asked) -> Page:
         """How far it is with that; changes nothing."""

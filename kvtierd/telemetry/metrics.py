@@ -83,6 +83,7 @@ _ROWS = (
     Metric("front_long_lookup_positions", "counter", "keys of these that were answered by their place in a sequence"),
     Metric("shapes_known_blocks", "gauge", "blocks whose uses are counted part by part"),
     Metric("shapes_extents", "gauge", "extents in host that are not one whole block"),
+    Metric("expired_blocks", "counter", "blocks forgotten because nobody used them within their time to live"),
     Metric("table_evicted_blocks", "counter", "blocks on disk forgotten because max_blocks was reached"),
     Metric("nvme_reclaimed_blocks", "counter", "copies lost because their segment was recycled"),
     Metric("write_queue_bytes", "gauge", "bytes waiting to be written to disk"),

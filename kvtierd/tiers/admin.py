@@ -85,7 +85,7 @@ class Admin:
         need_frames(frames, 1)
         entry = namespace_of(session, request.namespace)
         rows = np.unique(self._copies.blocks.find(keys_of(frames[0]), entry.number))
-        self._forget(entry, rows)
+        self.forget(entry, rows)
         return Answer(CountReply(id=0, count=rows.size))
 
     async def purge(self, session: Session, request: Purge, frames: Frames) -> Answer:
@@ -101,9 +101,9 @@ class Admin:
         for entry in entries:
             for rows in self._copies.blocks.of_namespace(entry.number):
                 if request.tiers:
-                    count += sum(self._thin(entry, rows, tier) for tier in request.tiers)
+                    count += sum(self.thin(entry, rows, tier) for tier in request.tiers)
                 else:
-                    self._forget(entry, rows)
+                    self.forget(entry, rows)
                     count += rows.size
                 await asyncio.sleep(0)
         return Answer(CountReply(id=0, count=count))
@@ -113,11 +113,17 @@ class Admin:
         need_frames(frames, 0)
         if self._write_behind is None:
             raise RequestError(ErrorCode.UNAVAILABLE, "there is no nvme tier: nvme.directory is empty")
+        await self.make_durable()
+        return Answer(OkReply(id=0))
+
+    async def make_durable(self) -> None:
+        """Have what was stored and forgotten before be so after a crash too. RequestError when the disk fails."""
+        if self._write_behind is None:
+            return
         try:
             await self._write_behind.flush()
         except StorageError as error:
             raise RequestError(ErrorCode.UNAVAILABLE, f"nvme: {error}", retry_after_ms=1000) from error
-        return Answer(OkReply(id=0))
 
     def session_ended(self, session: Session) -> None:
         """End a client's pins."""
@@ -133,7 +139,8 @@ class Admin:
             self._copies.blocks.table.pins[row] -= 1
         self._copies.host.release(self._copies.host_class(entry), np.array([slot], np.int32))
 
-    def _forget(self, entry: NamespaceEntry, rows: Rows) -> None:
+    def forget(self, entry: NamespaceEntry, rows: Rows) -> None:
+        """Forget blocks everywhere."""
         if not rows.size:
             return
         self._copies.counters["deleted_blocks"] += rows.size
@@ -141,7 +148,7 @@ class Admin:
         if self._write_behind is not None:
             self._write_behind.kick()
 
-    def _thin(self, entry: NamespaceEntry, rows: Rows, tier: Tier) -> int:
+    def thin(self, entry: NamespaceEntry, rows: Rows, tier: Tier) -> int:
         """Drop copies in one tier of blocks that have another copy and are not in use there."""
         copies = self._copies
         rows = copies.keep_elsewhere(rows, tier)

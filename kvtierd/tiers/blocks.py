@@ -52,6 +52,8 @@ class Blocks:
         self.copies = dict.fromkeys((TIER_GPU, TIER_HOST, TIER_NVME), 0)
         """How many blocks have a copy in each tier."""
         self._hand = 0
+        self.limits: dict[int, Callable[[Rows], Rows]] = {}
+        """By namespace: which leading ones of a prefix may still be served."""
         self.on_free: Callable[[Rows], None] = lambda _rows: None
         """Told of rows that are about to be given back."""
 
@@ -63,7 +65,8 @@ class Blocks:
             _, rows = self.pages.prefix(keys, namespace)
         hidden = (self.table.flags[rows] & VISIBLE) == 0
         # count_nonzero costs a quarter of any(), which was a sixth of a lookup.
-        return rows[: int(hidden.argmax())] if np.count_nonzero(hidden) else rows
+        rows = rows[: int(hidden.argmax())] if np.count_nonzero(hidden) else rows
+        return self.limits[namespace](rows) if namespace in self.limits else rows
 
     def row_of(self, key: Keys, namespace: int) -> int:
         """Row of one visible block, key [1, 32]; -1 for none."""

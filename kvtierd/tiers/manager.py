@@ -25,11 +25,13 @@ from kvtierd.tiers.blocks import Blocks
 from kvtierd.tiers.compress import Compressor
 from kvtierd.tiers.copies import Copies, EventSink
 from kvtierd.tiers.demand import Demand
+from kvtierd.tiers.expiry import Expiry
 from kvtierd.tiers.gpu_tier import GpuTier
 from kvtierd.tiers.lookups import Lookups
 from kvtierd.tiers.offload import Offload
 from kvtierd.tiers.on_disk import OnDisk
 from kvtierd.tiers.onboard import Onboarder
+from kvtierd.tiers.operator import Operator
 from kvtierd.tiers.part_reads import PartReads
 from kvtierd.tiers.pressure import Pressure
 from kvtierd.tiers.quick import Quick
@@ -145,6 +147,10 @@ class TierManager:
         self._sequences = Sequences(settings, self.copies, self._demand, clock)
         self._attention = Attention(settings, self.copies, self._sequences, store, self._workers, clock)
         self._admin = Admin(self.copies, self._onboarder, self._write_behind, _pinned_max(settings))
+        self.expiry = Expiry(self.copies, clock, self._admin.forget)
+        self.expiry.apply(settings.kv_cache_config.ttl_s)
+        self.copies.namespaces.on_change.append(lambda _entry: self.expiry.changed())
+        self.operator = Operator(self.copies, self._admin, self.expiry)
         self._ticker: asyncio.Task[None] | None = None
         self.reports: list[Callable[[], Mapping[str, Any]]] = []
         self._handlers = self._table()
@@ -194,6 +200,7 @@ class TierManager:
         self._writes.apply(settings)
         self._attention.apply(settings)
         self._admin.pinned_bytes_max = _pinned_max(settings)
+        self.expiry.apply(settings.kv_cache_config.ttl_s)
 
     @property
     def progress(self) -> Progress:
@@ -332,6 +339,7 @@ class TierManager:
         self._room.keep_watermarks()
         self._shaping.step(now_ns)
         self._compressor.step()
+        self.expiry.step()
 
     async def _tick(self) -> None:
         while True:

@@ -11,6 +11,8 @@ from kvtierd.core.namespace import Namespace
 
 MAX_NAMESPACES = 65_000
 """Numbers are u16 in the block table; the rest is kept for marks of our own."""
+TTL_MAX_S = 315_360_000
+"""Ten years."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -25,6 +27,8 @@ class NamespaceEntry:
     """Whether every client that registered it allowed loss; not while none has, after a restart."""
     decided: bool = True
     """Whether a client has registered it in this life of the daemon."""
+    ttl_s: int = 0
+    """Shortest time to live that a client named, in seconds; 0 where none did."""
 
     @property
     def geometry(self) -> Geometry:
@@ -38,35 +42,40 @@ class NamespaceTable:
     def __init__(self) -> None:
         self.entries: list[NamespaceEntry] = []
         self._by_digest: dict[tuple[str, bytes], NamespaceEntry] = {}
-        self.on_change: Callable[[NamespaceEntry], None] = lambda _entry: None
+        self.on_change: list[Callable[[NamespaceEntry], None]] = []
         """Told of an entry that is new, or has changed."""
 
-    def register(self, tenant: str, namespace: Namespace, *, allow_loss: bool | None) -> NamespaceEntry:
-        """Find or make the entry. Loss stays forbidden once one client forbade it; RequestError `busy` when full.
+    def register(self, tenant: str, namespace: Namespace, *, allow_loss: bool | None, ttl_s: int = 0) -> NamespaceEntry:
+        """Find or make the entry; RequestError `busy` when full.
 
-        `allow_loss` is None where no client speaks: blocks of it were found on disk.
+        Loss stays forbidden once one client forbade it, and the shortest time to live holds. `allow_loss` is None where
+        no client speaks: blocks of it were found on disk.
         """
         digest = namespace.digest()
         known = self._by_digest.get((tenant, digest))
         if known is not None:
+            before = (known.allow_loss, known.ttl_s)
             if allow_loss is not None:
-                before = known.allow_loss
                 known.allow_loss = allow_loss and (known.allow_loss or not known.decided)
                 known.decided = True
-                if known.allow_loss != before:
-                    self.on_change(known)
+            known.ttl_s = min(known.ttl_s or ttl_s, ttl_s or known.ttl_s)
+            if before != (known.allow_loss, known.ttl_s):
+                self._tell(known)
             return known
         if len(self.entries) >= MAX_NAMESPACES:
             raise RequestError(
                 ErrorCode.BUSY, f"{MAX_NAMESPACES} namespaces are in use; restart the daemon to forget old ones"
             )
-        entry = NamespaceEntry(
-            len(self.entries), digest, namespace, tenant, bool(allow_loss), decided=allow_loss is not None
-        )
+        decided = allow_loss is not None
+        entry = NamespaceEntry(len(self.entries), digest, namespace, tenant, bool(allow_loss), decided, ttl_s)
         self.entries.append(entry)
         self._by_digest[tenant, digest] = entry
-        self.on_change(entry)
+        self._tell(entry)
         return entry
+
+    def _tell(self, entry: NamespaceEntry) -> None:
+        for told in self.on_change:
+            told(entry)
 
     def __getitem__(self, number: int) -> NamespaceEntry:
         return self.entries[number]

@@ -10,6 +10,7 @@ from kvtierd.protocol.service import Answer, Session
 from kvtierd.storage.interface import BlockStore
 from kvtierd.tiers.compress_loss import registered
 from kvtierd.tiers.copies import Copies
+from kvtierd.tiers.namespaces import TTL_MAX_S
 from kvtierd.tiers.sessions import need_frames, state_of
 from kvtierd.tiers.write_behind import WriteBehind
 
@@ -42,7 +43,11 @@ class Registration:
                 f"a block takes {shape.slot_bytes} bytes and a chunk has {self._chunk_bytes}; "
                 "raise host.chunk_bytes or lower block_size",
             )
-        entry = self._copies.namespaces.register(session.tenant, request.namespace, allow_loss=request.allow_loss)
+        if not 0 <= request.ttl_s <= TTL_MAX_S:
+            raise RequestError(ErrorCode.BAD_ARGUMENT, f"ttl_s is {request.ttl_s}; it must be in 0..{TTL_MAX_S}")
+        entry = self._copies.namespaces.register(
+            session.tenant, request.namespace, allow_loss=request.allow_loss, ttl_s=request.ttl_s
+        )
         if self._store is not None:
             self._store.register(entry.digest, entry.namespace)
         reply = m.NamespaceReply(

@@ -88,8 +88,9 @@ class Warm(Cold):
         """Give every namespace the number that it had."""
         table = self._copies.namespaces
         for known in self._taken.namespaces:
-            table.register(known.tenant, known.namespace, allow_loss=None)  # clients say anew what they allow
-        table.on_change = self._note
+            # Clients say anew what loss they allow.
+            table.register(known.tenant, known.namespace, allow_loss=None, ttl_s=known.ttl_s)
+        table.on_change.append(self._note)
         assert len(table) == len(self._taken.namespaces), "a namespace was registered before"
 
     def recover(self, store: BlockStore | None) -> None:
@@ -141,7 +142,11 @@ class Warm(Cold):
 
     def _note(self, entry: NamespaceEntry) -> None:
         known = KnownNamespace(
-            tenant=entry.tenant, digest=entry.digest, namespace=entry.namespace, allow_loss=entry.allow_loss
+            tenant=entry.tenant,
+            digest=entry.digest,
+            namespace=entry.namespace,
+            allow_loss=entry.allow_loss,
+            ttl_s=entry.ttl_s,
         )
         self._host.table.note(entry.number, known)
 

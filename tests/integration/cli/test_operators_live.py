@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from kvtierd import Client, Geometry, Namespace, block_keys
+from kvtierd.cli import main as cli
 from kvtierd.daemon.embedded import EmbeddedDaemon
 from kvtierd.daemon.http import HttpServer
 from kvtierd.testing.waiting import wait_for
@@ -225,6 +226,37 @@ def test_flush_and_drain_and_back(client: Client, kvtierctl, page) -> None:
         assert kvtierctl("drain", "--undo").startswith("serving")
     assert page("/readyz") == (200, "ok\n")
     _store(client, "after")
+
+
+def test_blocks_are_shown_pinned_evicted_and_purged(client: Client, kvtierctl) -> None:
+    handle, keys = _store(client, "chosen")[:2]
+    kvtierctl("flush")
+    shown = json.loads(kvtierctl("blocks", "--namespace", "chosen", "--format", "json"))
+    assert (shown["total"], {block["model"] for block in shown["blocks"]}) == (8, {"chosen"})
+    assert "host+nvme" in kvtierctl("blocks", "--namespace", "chosen", "-n", "3")
+    assert kvtierctl("blocks", "--namespace", "chosen", "-n", "3").splitlines()[-1] == "5 more"
+    assert kvtierctl("pin", "--namespace", "chosen", "--key", shown["blocks"][0]["key"]) == "1 blocks pinned\n"
+    assert kvtierctl("evict", "--tier", "host", "--namespace", "chosen").startswith("7 copies evicted; 1 stay")
+    assert kvtierctl("pin", "--undo") == "1 blocks unpinned\n"
+    assert client.lookup(handle, keys).count == 8
+    assert kvtierctl("purge", "--namespace", "chosen", "--older-than", "1h") == "0 blocks purged\n"
+    assert kvtierctl("purge", "--namespace", "chosen") == "8 blocks purged\n"
+    assert client.lookup(handle, keys).count == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["purge"], "name what to purge"),
+        (["purge", "--all", "--tenant", "x"], "name what to purge"),
+        (["blocks", "--key", "xyz"], "key is 'xyz'"),
+    ],
+)
+def test_choice_that_is_none_is_a_mistake_of_the_user(
+    words: list[str], said: str, daemon: EmbeddedDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*words, "--endpoint", daemon.endpoint]) == 64
+    assert said in capsys.readouterr().err
 
 
 def test_usr1_writes_the_state_into_the_log(daemon: EmbeddedDaemon) -> None:

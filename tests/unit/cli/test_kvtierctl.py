@@ -54,6 +54,10 @@ def test_help_lists_all_commands_without_loading_them() -> None:
         ["top", "-d", "nan"],
         ["drain", "--wait", "-1"],
         ["namespaces", "-n", "-5"],
+        ["blocks", "--older-than", "7"],
+        ["blocks", "--older-than", "-7d"],
+        ["evict", "--namespace", "m"],
+        ["evict", "--tier", "nvme"],
     ],
 )
 def test_wrong_use_exits_64_with_the_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

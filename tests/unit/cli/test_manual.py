@@ -43,8 +43,8 @@ def test_page_is_clean_roff(name: str) -> None:
 def test_completion_offers_commands_and_their_options() -> None:
     script = completion() + (
         'complete_line() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _kvtierctl; echo "${COMPREPLY[*]}"; }\n'
-        "complete_line kvtierctl pi; complete_line kvtierctl ping --co; complete_line kvtierctl systemd un\n"
+        "complete_line kvtierctl pin; complete_line kvtierctl ping --co; complete_line kvtierctl systemd un\n"
     )
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["ping", "--count", "uninstall"]
+    assert done.stdout.splitlines() == ["ping pin", "--count", "uninstall"]
     assert done.stderr == ""

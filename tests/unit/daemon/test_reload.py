@@ -16,6 +16,7 @@ GIB = 1 << 30
 OTHER = {
     "kv_cache_config.gpu_watermark": 0.5,
     "kv_cache_config.prefetch_window": 9,
+    "kv_cache_config.ttl_s": 60,
     "host.watermark": 0.6,
     "leases.max_ttl_ms": 700_000,
     "leases.reservation_ttl_ms": 5,
@@ -62,6 +63,7 @@ def test_manager_takes_over_every_reloadable_setting_of_the_tiers() -> None:
     manager = TierManager(build(small), store=None, device=None, clock=ManualClock())
     manager.apply(build({**small, **OTHER}))
     assert manager._room.marks == {"host": 0.6, "gpu": 0.5}
+    assert manager.expiry._default_s == 60
     assert manager._reads.prefetcher.window == 9
     assert manager._reads._limits.max_ttl_ms == 700_000
     assert manager._writes._granting.ttl_ms == 5
