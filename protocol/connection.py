@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -21,7 +21,6 @@ from kvtierd.protocol.granted import giving_back
 from kvtierd.protocol.messages import (
     MAX_BATCH,
     PROTOCOL_VERSION,
-    Abort,
     AcquireReply,
     AnyReply,
     AnyRequest,
@@ -32,6 +31,7 @@ from kvtierd.protocol.messages import (
     ReserveReply,
     SequenceReply,
 )
+from kvtierd.protocol.orphans import Orphans
 from kvtierd.protocol.pending import Group, HandedOver, Pending
 from kvtierd.protocol.service import Frame
 
@@ -43,7 +43,6 @@ RECONNECT_MS = 50
 QUEUE_MESSAGES = 8192
 """ZeroMQ's high-water mark: over what all threads together leave unanswered."""
 MAX_HELLOS = 16
-MAX_ORPHANS = 4096
 ZERO_COPY_BYTES = 128 << 10
 """As in the server: sharing memory with ZeroMQ is dearer than a small copy."""
 
@@ -86,8 +85,7 @@ class Connection:
         self.max_message_bytes = 1 << 20
         self.refusal: RequestError | None = None
         """Why the daemon would not have us, where it said so."""
-        self.orphans: deque[tuple[int, int]] = deque(maxlen=MAX_ORPHANS)
-        """(session_no, reservation) that must be aborted when the session goes on."""
+        self.orphans = Orphans()
         self._next_id = 1
         self._pending: dict[int, Pending] = {}
         self._handed_over = HandedOver(self.counters)
@@ -211,16 +209,21 @@ class Connection:
             self.numbers = {}
             self._handed_over.lose()
         self.epoch, self.token, self.arena_path = reply.epoch, reply.token, reply.arena
+        self.orphans.welcomed(self.session_no, reply.token)
         self.max_batch, self.max_message_bytes = reply.max_batch, reply.max_message_bytes
         self.up = True
         self.counters["sessions"] += 1
         self._abort_orphans()
 
     def _abort_orphans(self) -> None:
-        while self.orphans:
-            session_no, reservation = self.orphans.popleft()
-            if session_no == self.session_no:
-                self.post(Abort(id=0, reservation=reservation))
+        for session_no, reservation in self.orphans.taken():
+            self.give_up(session_no, reservation)
+
+    def give_up(self, session_no: int, reservation: int) -> None:
+        """Say that nobody writes a reservation any more, also one of an earlier session; later if nobody is there."""
+        request = self.orphans.abort(session_no, self.session_no, reservation)
+        if request is not None and not self.post(request):
+            self.orphans.add(session_no, reservation)
 
     # Requests and replies
 

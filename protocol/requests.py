@@ -105,9 +105,14 @@ class Commit(Request, kw_only=True, omit_defaults=True, tag="commit"):
 
 
 class Abort(Request, kw_only=True, omit_defaults=True, tag="abort"):
-    """Give back what is left of a reservation: nothing of it becomes visible."""
+    """Give back what is left of a reservation: nothing of it becomes visible.
+
+    With `token` it is one of the session that had this token in an earlier life of the daemon: nobody writes its slots
+    any more. That is answered `ok` whether they were still kept out of use or not.
+    """
 
     reservation: int
+    token: bytes = b""
 
 
 class Acquire(Request, kw_only=True, omit_defaults=True, tag="acquire"):

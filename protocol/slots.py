@@ -30,7 +30,6 @@ from kvtierd.protocol.messages import (
     SLOT_BUSY,
     SLOT_DTYPE,
     SLOT_GRANTED,
-    Abort,
     AcquireReply,
     Commit,
     CommitReply,
@@ -232,10 +231,8 @@ class SlotPlans:
         """Give a reservation back; where the daemon is away, as soon as the session goes on."""
         # Plans call this between their steps, where nobody holds the lock for them.
         with self._connection.lock:
-            if not number or session_no != self._connection.session_no:
-                return
-            if not self._connection.post(Abort(id=0, reservation=number)):
-                self._connection.orphans.append((session_no, number))
+            if number:
+                self._connection.give_up(session_no, number)
 
     def acquire(
         self, handle: NamespaceHandle, keys: Keys, build: Build, deadline_ns: int, begun: Begun | None = None

@@ -23,6 +23,7 @@ BENCHES: dict[str, str] = {
     "accuracy": "the attention kernels against a float64 oracle over a matrix of shapes",
     "overhead": "lookups while metrics, slow log and a watcher look on, against without",
     "restart": "a restart and a kill -9 with a full host tier that outlives the daemon",
+    "flood": "lookups while another client sends garbage at full rate, against quiet",
     "start": "spawn to ready, and resident memory",
     "demo": "time to first token of a real model against its cold prefill (wants the extra `demo`)",
 }

@@ -46,7 +46,6 @@ def rows(options: Options) -> Iterator[Row]:
             host__capacity=host_bytes,
             host__watermark=1.0,
             nvme__capacity=host_bytes + 2 * GIB,
-            cache_dir=Path(folder) / "kernels",
         )
         with contextlib.closing(daemon):
             daemon.start()

@@ -315,7 +315,7 @@ class TierManager:
             m.Prefetch: self._reads.prefetch,
             m.Reserve: self._writes.reserve,
             m.Commit: self._writes.commit,
-            m.Abort: self._writes.abort,
+            m.Abort: self._warm.aborts(self._writes.abort),
             m.Put: self._writes.put,
             m.Pin: self._admin.pin,
             m.Unpin: self._admin.unpin,

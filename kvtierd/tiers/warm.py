@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,14 +16,15 @@ from kvtierd.config.schema import Host
 from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.index.warm_rows import Words64
 from kvtierd.policy.eviction import EvictionPolicy
-from kvtierd.protocol.messages import TIER_NVME
-from kvtierd.protocol.service import Session
+from kvtierd.protocol.messages import TIER_NVME, Abort, OkReply
+from kvtierd.protocol.service import Answer, Session
 from kvtierd.storage.interface import BlockStore
 from kvtierd.tiers.blocks import VISIBLE, Rows
 from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.host_tier import HostTier
 from kvtierd.tiers.namespaces import NamespaceEntry
 from kvtierd.tiers.offload import Offload
+from kvtierd.tiers.sessions import need_frames
 from kvtierd.tiers.warm_host import Kept, WarmHostTier
 from kvtierd.tiers.warm_quarantine import Quarantine
 from kvtierd.tiers.warm_table import KnownNamespace
@@ -32,6 +34,7 @@ from kvtierd.tiers.workers import Workers
 
 _log = logging.getLogger(__name__)
 
+AbortHandler = Callable[[Session, Abort, Sequence[memoryview]], Answer]
 Ours = list[tuple[NamespaceEntry, SlotClass, Rows, Slots]]
 
 
@@ -63,6 +66,21 @@ class Cold:
 
     def writer_gone(self, session: Session) -> None:
         """Nothing of a session of this life can be written any more."""
+
+    def given_back(self, token: bytes, reservation: int) -> None:
+        """A client of the life before does not write a reservation any more."""
+
+    def aborts(self, ours: AbortHandler) -> AbortHandler:
+        """Serve an Abort: of reservations of this life by `ours`, of earlier ones here."""
+
+        def abort(session: Session, request: Abort, frames: Sequence[memoryview]) -> Answer:
+            if not request.token:
+                return ours(session, request, frames)
+            need_frames(frames, 0)
+            self.given_back(request.token, request.reservation)
+            return Answer(OkReply(id=0))
+
+        return abort
 
     def stats(self) -> dict[str, int | str]:
         """Gauges and texts by name."""
@@ -131,6 +149,10 @@ class Warm(Cold):
     def writer_gone(self, session: Session) -> None:
         """See Cold."""
         self._host.writer_gone(session)
+
+    def given_back(self, token: bytes, reservation: int) -> None:
+        """See Cold."""
+        self._quarantine.given_back(token, reservation)
 
     def stats(self) -> dict[str, int | str]:
         """See Cold."""

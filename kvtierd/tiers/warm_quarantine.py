@@ -1,7 +1,8 @@
 """Slots that clients of the daemon's life before may still write: out of use until their processes are gone.
 
 A client that was writing when the daemon ended has the memory mapped, and may be paused. That its process has ended is
-told by a pidfd, which is kept with the memory: a process number alone could be another's by now.
+told by a pidfd, which is kept with the memory: a process number alone could be another's by now. A client that goes on
+gives its reservations back by itself, with the token of the session that had them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Final
 
 import numpy as np
 
-from kvtierd.gpu.slot_pool import SlotClass, Slots
+from kvtierd.gpu.slot_pool import Slots
+from kvtierd.protocol.sessions import TOKEN_BYTES
 from kvtierd.tiers.warm_host import PROCESS, WarmHostTier
 from kvtierd.tiers.warm_takeover import Found
 
@@ -27,13 +29,15 @@ class Quarantine:
 
     def __init__(self, host: WarmHostTier) -> None:
         self._host = host
-        self._watched: dict[int, list[tuple[SlotClass, Slots]]] = {}
-        """Slots by the pidfd of the process that may write them."""
+        self._watched: dict[int, list[Found]] = {}
+        """Slots, and the rows that say who was lent them, by the pidfd of the process that may write them."""
+        self._pids: dict[int, int] = {}
+        """Processes by their pidfds."""
 
     @property
     def slots(self) -> int:
         """How many are out of use."""
-        return sum(slots.size for groups in self._watched.values() for _, slots in groups)
+        return sum(found.slots.size for groups in self._watched.values() for found in groups)
 
     def hold(self, lent: list[Found], processes: list[tuple[int, int]]) -> list[Slots]:
         """Hold what processes that live may write; the slots that are held so.
@@ -46,12 +50,28 @@ class Quarantine:
         for found in lent:
             for pid in np.unique(found.rows[:, 0]).tolist():
                 if (pidfd := self._living(pid, pidfds)) >= 0:
-                    slots = found.slots[found.rows[:, 0] == pid]
-                    self._host.take(found.cls, slots)
-                    self._watched.setdefault(pidfd, []).append((found.cls, slots))
+                    mine = found.of(found.rows[:, 0] == pid)
+                    self._host.take(mine.cls, mine.slots)
+                    self._watched.setdefault(pidfd, []).append(mine)
         for pid, fds in pidfds.items():
             self._watch(pid, fds)
-        return [slots for groups in self._watched.values() for _, slots in groups]
+        return [found.slots for groups in self._watched.values() for found in groups]
+
+    def given_back(self, token: bytes, reservation: int) -> None:
+        """The client that had this token in an earlier life says that it does not write a reservation any more."""
+        if len(token) != TOKEN_BYTES:
+            return
+        owner = np.array([reservation, *np.frombuffer(token, "<u8")], np.uint64)
+        for pidfd, groups in list(self._watched.items()):
+            kept = []
+            for found in groups:
+                mine = (found.rows[:, 1:4] == owner).all(axis=1)
+                self._host.release(found.cls, found.slots[mine])
+                if not mine.all():
+                    kept.append(found.of(~mine))
+            self._watched[pidfd] = kept
+            if not kept:
+                self._end(pidfd)
 
     def close(self) -> None:
         """Stop watching."""
@@ -73,22 +93,28 @@ class Quarantine:
     def _watch(self, pid: int, pidfds: list[int]) -> None:
         for fd in pidfds:
             if fd in self._watched:
-                asyncio.get_running_loop().add_reader(fd, self._process_gone, pid, fd)
+                self._pids[fd] = pid
+                asyncio.get_running_loop().add_reader(fd, self._process_gone, fd)
                 self._host.writers_of(pid).add(_BEFORE)
             else:
                 os.close(fd)
         if not any(fd in self._watched for fd in pidfds):
             self._host.keeper.forget(f"{PROCESS}{pid}")
 
-    def _process_gone(self, pid: int, pidfd: int) -> None:
-        for cls, slots in self._watched[pidfd]:
-            self._host.release(cls, slots)
+    def _process_gone(self, pidfd: int) -> None:
+        for found in self._watched[pidfd]:
+            self._host.release(found.cls, found.slots)
+        self._end(pidfd)
+
+    def _end(self, pidfd: int) -> None:
+        pid = self._pids[pidfd]
         self._unwatch(pidfd)
-        self._host.writer_gone_of(pid, _BEFORE)
+        if pid not in self._pids.values():
+            self._host.writer_gone_of(pid, _BEFORE)
 
     def _unwatch(self, pidfd: int) -> None:
         asyncio.get_running_loop().remove_reader(pidfd)
-        del self._watched[pidfd]
+        del self._watched[pidfd], self._pids[pidfd]
         os.close(pidfd)
 
 

@@ -30,6 +30,10 @@ class Found:
     slots: Slots
     rows: warm_rows.Words64
 
+    def of(self, which: npt.NDArray[np.bool_]) -> Found:
+        """Those of a mask, [n]."""
+        return Found(self.cls, self.slots[which], self.rows[which])
+
 
 @dataclasses.dataclass(slots=True)
 class Taken:

@@ -45,6 +45,24 @@ def test_case_15_client_goes_on_over_restarts_and_crashes_with_what_was_in_host(
         client.flush()
 
 
+def test_reservation_over_a_restart_is_out_of_use_until_the_client_lets_go_of_it(tmp_path: Path) -> None:
+    with EmbeddedDaemon.warm(tmp_path / "d", **SETTINGS) as daemon, Client(daemon.endpoint, timeout_s=10) as client:
+        model = client.register(Namespace(model="m", geometry=SHAPE))
+        keys = block_keys(model.digest, range(200 * 16), 16)
+        with client.reserve(model, keys[:10]) as mine:
+            assert sum(view is not None for view in mine.views) == 10
+            daemon.kill()
+            daemon.start()
+            wait_for(lambda: client.store(model, keys[10:], BLOCKS[10:]).stored == 190)
+            assert client.stats()["warm_quarantined_slots"] == 10
+            for view in mine.views:
+                view[:] = 0xAA
+            assert client.fetch(model, keys[10:]).count == 190
+        wait_for(lambda: client.stats()["warm_quarantined_slots"] == 0)
+        assert client.store(model, keys[:10], BLOCKS[:10]).stored == 10
+        assert fetched(client, model, keys) == 200
+
+
 def test_full_stop_drops_the_memory_and_what_is_on_disk_is_read_again(tmp_path: Path) -> None:
     with EmbeddedDaemon.warm(tmp_path / "d", **SETTINGS) as daemon, Client(daemon.endpoint, timeout_s=10) as client:
         model = client.register(Namespace(model="m", geometry=SHAPE))

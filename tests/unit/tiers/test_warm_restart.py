@@ -205,6 +205,35 @@ async def test_slots_that_a_living_process_may_write_stay_out_of_use_over_any_nu
 
 
 @on_loop
+async def test_client_that_goes_on_gives_back_what_it_does_not_write_any_more(files):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as writer:
+        async with life(files) as (rig, session, namespace):
+            session.pid, session.pidfd = writer.pid, os.pidfd_open(writer.pid)
+            session.token = bytes(range(16))
+            grants = [await rig.reserve(session, namespace, KEYS[begin : begin + 10]) for begin in (0, 10)]
+            os.close(session.pidfd)
+        async with life(files) as (rig, session, _):
+            for token, number, left in (
+                (bytes(16), grants[0].id, 20),
+                (bytes(range(16)), 999, 20),
+                (b"short", grants[0].id, 20),
+                (bytes(range(16)), grants[0].id, 10),
+                (bytes(range(16)), grants[0].id, 10),
+            ):
+                answer = await rig.call(session, m.Abort(id=1, reservation=number, token=token))
+                assert isinstance(answer.reply, m.OkReply)
+                assert rig.manager.stats()["warm_quarantined_slots"] == left
+            rig.check_accounts()
+        async with life(files) as (rig, session, _):
+            assert rig.manager.stats()["warm_quarantined_slots"] == 10
+            await rig.call(session, m.Abort(id=1, reservation=grants[1].id, token=bytes(range(16))))
+            assert rig.manager.stats()["host_used_bytes"] == 0
+            rig.check_accounts()
+        assert [name for name in files.names if name.startswith("p")] == []
+        writer.communicate(b"\n")
+
+
+@on_loop
 async def test_slots_of_a_process_that_ended_meanwhile_are_free(files):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as writer:
         async with life(files) as (rig, session, namespace):
