@@ -24,7 +24,7 @@ Forget = Callable[[NamespaceEntry, Rows], None]
 class Expiry:
     """Forgets what is over its time: what a request meets at once, the rest piece by piece. All on the loop."""
 
-    def __init__(self, copies: Copies, clock: Clock, forget: Forget) -> None:
+    def __init__(self, copies: Copies, clock: Clock, forget: Forget, default_s: int) -> None:
         self._blocks = copies.blocks
         self._namespaces = copies.namespaces
         self._counters = copies.counters
@@ -35,6 +35,8 @@ class Expiry:
         """By namespace number, 0 for none."""
         self._default_s = 0
         self._hand = 0
+        self.apply(default_s)
+        self._namespaces.on_change.append(lambda _entry: self._changed())
 
     def apply(self, default_s: int) -> None:
         """Take over the setting; call it again when a namespace came or changed."""
@@ -43,9 +45,9 @@ class Expiry:
         self._ttl_s = np.array([self._time_of(entry) for entry in entries], np.int64)
         self._blocks.limits = dict.fromkeys(np.flatnonzero(self._ttl_s).tolist(), self._leading_live)
 
-    def changed(self) -> None:
-        """A namespace came, or has another time."""
-        if self._default_s or any(entry.ttl_s for entry in self._namespaces.entries[len(self._ttl_s) :]):
+    def _changed(self) -> None:
+        """A namespace came, or has other terms."""
+        if self._default_s or any(entry.ttl_s for entry in self._namespaces.entries):
             self.apply(self._default_s)
 
     def step(self) -> None:

@@ -147,9 +147,7 @@ class TierManager:
         self._sequences = Sequences(settings, self.copies, self._demand, clock)
         self._attention = Attention(settings, self.copies, self._sequences, store, self._workers, clock)
         self._admin = Admin(self.copies, self._onboarder, self._write_behind, _pinned_max(settings))
-        self.expiry = Expiry(self.copies, clock, self._admin.forget)
-        self.expiry.apply(settings.kv_cache_config.ttl_s)
-        self.copies.namespaces.on_change.append(lambda _entry: self.expiry.changed())
+        self.expiry = Expiry(self.copies, clock, self._admin.forget, settings.kv_cache_config.ttl_s)
         self.operator = Operator(self.copies, self._admin, self.expiry)
         self._ticker: asyncio.Task[None] | None = None
         self.reports: list[Callable[[], Mapping[str, Any]]] = []

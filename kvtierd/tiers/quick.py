@@ -1,8 +1,9 @@
 """The common cases of Lookup, Acquire, Reserve and Commit, each one call of compiled code (kvtierd.tiers.steps).
 
 Whatever is not common is left to `reads.py` and `writes.py`, which can do everything: LRU, prefixes tracked by the
-front, blocks in extents of other sizes or in gpu, a class that thrashes, the first slabs. `None` as an answer says so,
-and nothing was done then. Both ways have the same effects; tests/property/tiers/test_quick_ways.py holds them to it.
+front, blocks in extents of other sizes or in gpu, a class that thrashes, namespaces with a time to live, the first
+slabs. `None` as an answer says so, and nothing was done then. Both ways have the same effects;
+tests/property/tiers/test_quick_ways.py holds them to it.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ class Quick:
         """Residency masks of the leading run, [hit], where all blocks are exact."""
         if self._board is None or len(keys) >= LONG_KEYS or self._copies.shapes.forms.seen:
             return None
+        if entry.number in self._blocks.limits:
+            return None
         masks = np.empty(len(keys), np.uint8)
         return masks[: reading.lookup(self._board.words, keys, entry.number, masks)]
 
@@ -118,6 +121,8 @@ class Quick:
         """
         keys, cls = want.keys, want.cls
         if self._board is None or len(keys) >= LONG_KEYS or self._in_gpu() or not self._host.all_proven:
+            return None
+        if want.entry.number in self._blocks.limits:
             return None
         count, now_ns, was = len(keys), self._clock.now_ns(), self._model.now
         self._policy.take_back()
