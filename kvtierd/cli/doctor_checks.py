@@ -161,8 +161,8 @@ def gpu(settings: Settings) -> Iterator[Finding]:
         yield Finding("gpu", Verdict.NOTE, "gpu.capacity is 0: there is no gpu tier")
         return
     found, wanted = _gpus(), settings.gpu.device
-    if wanted.startswith("cuda"):
-        text = f"gpu.device is {wanted}, which this version refuses (exit code 69)"
+    if wanted.startswith("cuda") and not found:
+        text = f"gpu.device is {wanted} and there is no NVIDIA device (exit code 69)"
         yield Finding("gpu", Verdict.FAIL, text, "set it to auto or host")
         return
     if not found:

@@ -72,7 +72,8 @@ class Gpu(_Section, frozen=True, kw_only=True):
     """The `gpu` tier."""
 
     device: Annotated[str, Meta(pattern=r"auto|host|cuda:\d{1,3}", examples=["auto", "host", "cuda:0"])] = "auto"
-    """`auto` or `host`: ordinary memory. `cuda:N` is refused by this version, with exit code 69."""
+    """`auto` or `host`: ordinary memory. `cuda:N`: that GPU, and exit code 69 where there is none; it has been tested
+    against a stand-in for CUDA only, and not yet on a GPU."""
     capacity: Annotated[int, Meta(ge=0, le=POOL_MAX_BYTES, extra=_BYTES)] = 256 * MIB
     """Bytes of the pool; 0 switches the tier off."""
 

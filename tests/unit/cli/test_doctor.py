@@ -140,11 +140,13 @@ def test_gpu_and_its_driver(sys_folder: Path, settings: Settings) -> None:
     assert finding.verdict is (Verdict.OK if Path("/dev/nvidia-uvm").exists() else Verdict.WARN)
 
 
-def test_device_that_this_version_refuses_is_a_failure_with_a_gpu_too(sys_folder: Path) -> None:
-    _add_gpu(sys_folder)
-    _write(sys_folder.parent / "proc/driver/nvidia/version", "NVRM version: 580\n")
-    (finding,) = doctor_checks.gpu(Settings(gpu=Gpu(device="cuda:0")))
+def test_device_that_is_not_there_is_a_failure_and_one_that_is_gets_its_driver_looked_at(sys_folder: Path) -> None:
+    wanted = Settings(gpu=Gpu(device="cuda:0"))
+    (finding,) = doctor_checks.gpu(wanted)
     assert (finding.verdict, finding.advice) == (Verdict.FAIL, "set it to auto or host")
+    _add_gpu(sys_folder)
+    (finding,) = doctor_checks.gpu(wanted)
+    assert (finding.verdict, finding.advice) == (Verdict.FAIL, "modprobe nvidia")
 
 
 def test_memory_of_the_gpu_tier_counts_on_a_machine_with_a_gpu_too(sys_folder: Path) -> None:

@@ -1,0 +1,113 @@
+"""CUDA's calls for `cuda_device`, made with torch (memory, streams) and CUDA's own bindings (all else).
+
+Importing this needs neither a GPU nor these packages; `TorchRuntime` needs both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from kvtierd.core.errors import ExitCode, StartupError
+from kvtierd.gpu.cuda_device import Allocation, CudaError
+
+INSTALL = "pip install 'kvtierd[gpu]'"
+
+
+class TorchRuntime:
+    """The real calls. Raises StartupError with exit code 69 where torch, the bindings or a driver are missing."""
+
+    def __init__(self, device: str) -> None:
+        try:
+            self._torch: Any = importlib.import_module("torch")
+            self._cuda: Any = importlib.import_module("cuda.bindings.runtime")
+        except ImportError as error:
+            missing = f"gpu.device is {device!r}, which needs {error.name}: {INSTALL}"
+            raise StartupError(ExitCode.NO_DEVICE, missing) from error
+        if not self._torch.cuda.is_available():
+            raise StartupError(
+                ExitCode.NO_DEVICE, f"gpu.device is {device!r}, and torch sees no GPU (nvidia-smi says why); use host"
+            )
+
+    def device_count(self) -> int:
+        """GPUs that this process may see."""
+        return int(self._torch.cuda.device_count())
+
+    def allocate(self, gpu: int, count: int) -> Allocation:
+        """One tensor. It is larger than what torch's allocator shares out, so that it is an allocation of its own."""
+        with self._current(gpu):
+            try:
+                tensor = self._torch.empty(count, dtype=self._torch.uint8, device=f"cuda:{gpu}")
+            except RuntimeError as error:  # torch.OutOfMemoryError is one
+                raise CudaError(str(error).partition(". ")[0]) from error
+        return Allocation(tensor.data_ptr(), tensor)
+
+    def free(self, gpu: int, allocation: Allocation) -> None:
+        """Hand the tensor's memory back to the driver; whoever else holds the tensor keeps it."""
+        with self._current(gpu):
+            allocation.owner.resize_(0)
+            self._torch.cuda.empty_cache()
+
+    def new_stream(self, gpu: int) -> Any:
+        """A torch stream; torch's streams do not wait for the default one."""
+        with self._current(gpu):
+            return self._torch.cuda.Stream(device=gpu)
+
+    def copy(self, gpu: int, target: int, source: int, count: int, stream: Any) -> None:
+        """`cudaMemcpyAsync`; CUDA sees from the addresses which way it goes."""
+        kind = self._cuda.cudaMemcpyKind.cudaMemcpyDefault
+        with self._current(gpu):
+            self._call("cudaMemcpyAsync", target, source, count, kind, stream.cuda_stream)
+
+    def wait(self, gpu: int, stream: Any) -> None:
+        """Wait on an event and not on the stream: what others add meanwhile is not waited for."""
+        with self._current(gpu):
+            event = self._torch.cuda.Event(blocking=True)
+            event.record(stream)
+            try:
+                event.synchronize()
+            except RuntimeError as error:
+                raise CudaError(f"a copy failed: {error}") from error
+
+    def register(self, gpu: int, address: int, count: int) -> int:
+        """`cudaHostRegister`, portable and mapped."""
+        flags = self._cuda.cudaHostRegisterPortable | self._cuda.cudaHostRegisterMapped
+        with self._current(gpu):
+            self._call("cudaHostRegister", address, count, flags)
+            return int(self._call("cudaHostGetDevicePointer", address, 0))
+
+    def unregister(self, gpu: int, address: int) -> None:
+        """`cudaHostUnregister`."""
+        with self._current(gpu):
+            self._call("cudaHostUnregister", address)
+
+    def export_handle(self, gpu: int, pointer: int) -> bytes:
+        """`cudaIpcGetMemHandle`."""
+        with self._current(gpu):
+            return bytes(self._call("cudaIpcGetMemHandle", pointer).reserved)
+
+    def open_handle(self, gpu: int, handle: bytes) -> int:
+        """`cudaIpcOpenMemHandle`."""
+        made = self._cuda.cudaIpcMemHandle_t()
+        made.reserved = handle
+        with self._current(gpu):
+            return int(self._call("cudaIpcOpenMemHandle", made, self._cuda.cudaIpcMemLazyEnablePeerAccess))
+
+    def close_handle(self, gpu: int, pointer: int) -> None:
+        """`cudaIpcCloseMemHandle`."""
+        with self._current(gpu):
+            self._call("cudaIpcCloseMemHandle", pointer)
+
+    @contextlib.contextmanager
+    def _current(self, gpu: int) -> Iterator[None]:
+        with self._torch.cuda.device(gpu):
+            yield
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Call, and return the one result there is; CudaError names the call and the error."""
+        error, *results = getattr(self._cuda, name)(*arguments)
+        if error != self._cuda.cudaError_t.cudaSuccess:
+            raise CudaError(f"{name}: {error.name}")
+        return results[0] if results else None

@@ -1,0 +1,106 @@
+"""The real calls, against stand-ins for torch and CUDA: each is made with the right GPU as current device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtierd.core.errors import ExitCode, StartupError
+from kvtierd.gpu.cuda_device import CudaError
+from kvtierd.gpu.cuda_runtime import TorchRuntime
+
+_ERRORS = SimpleNamespace(cudaSuccess=SimpleNamespace(name="cudaSuccess"))
+
+
+class Calls:
+    """What was called, and on which current device."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.made: list[tuple[str, int]] = []
+        self.results: dict[str, tuple[Any, ...]] = {}
+        self.failing = ""
+
+    @contextlib.contextmanager
+    def device(self, gpu: int) -> Iterator[None]:
+        before, self.current = self.current, gpu
+        yield
+        self.current = before
+
+    def bindings(self) -> Any:
+        constants = {
+            "cudaError_t": _ERRORS,
+            "cudaMemcpyKind": SimpleNamespace(cudaMemcpyDefault=4),
+            "cudaHostRegisterPortable": 1,
+            "cudaHostRegisterMapped": 2,
+            "cudaIpcMemLazyEnablePeerAccess": 1,
+            "cudaIpcMemHandle_t": lambda: SimpleNamespace(reserved=b""),
+        }
+        names = ("MemcpyAsync", "HostRegister", "HostGetDevicePointer", "HostUnregister")
+        names += ("IpcGetMemHandle", "IpcOpenMemHandle", "IpcCloseMemHandle")
+        functions = {f"cuda{name}": functools.partial(self._call, f"cuda{name}") for name in names}
+        return SimpleNamespace(**constants, **functions)
+
+    def _call(self, name: str, *_arguments: Any) -> tuple[Any, ...]:
+        self.made.append((name, self.current))
+        if name == self.failing:
+            return (SimpleNamespace(name="cudaErrorUnknown"),)
+        return (_ERRORS.cudaSuccess, *self.results.get(name, ()))
+
+    def torch(self, *, available: bool = True) -> Any:
+        cuda = SimpleNamespace(is_available=lambda: available, device=self.device, device_count=lambda: 2)
+        return SimpleNamespace(cuda=cuda)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    made = Calls()
+    modules = {"torch": made.torch(), "cuda.bindings.runtime": made.bindings()}
+    monkeypatch.setattr(importlib, "import_module", modules.__getitem__)
+    return made
+
+
+def test_every_call_names_its_gpu(calls: Calls) -> None:
+    calls.results = {
+        "cudaHostGetDevicePointer": (4096,),
+        "cudaIpcGetMemHandle": (SimpleNamespace(reserved=bytes(64)),),
+        "cudaIpcOpenMemHandle": (8192,),
+    }
+    runtime = TorchRuntime("cuda:1")
+    runtime.copy(1, 10, 20, 30, SimpleNamespace(cuda_stream=7))
+    assert runtime.register(1, 4096, 4096) == 4096
+    runtime.unregister(1, 4096)
+    assert runtime.export_handle(1, 99) == bytes(64)
+    assert runtime.open_handle(1, bytes(64)) == 8192
+    runtime.close_handle(1, 8192)
+    assert len(calls.made) == 7
+    assert {gpu for _, gpu in calls.made} == {1}
+    assert calls.current == 0
+
+
+def test_an_error_names_the_call_and_what_cuda_says(calls: Calls) -> None:
+    calls.failing = "cudaHostUnregister"
+    with pytest.raises(CudaError, match="cudaHostUnregister: cudaErrorUnknown"):
+        TorchRuntime("cuda:0").unregister(0, 4096)
+
+
+def test_a_machine_without_a_gpu_or_without_torch_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Calls()
+    modules = {"torch": made.torch(available=False), "cuda.bindings.runtime": made.bindings()}
+    monkeypatch.setattr(importlib, "import_module", modules.__getitem__)
+    with pytest.raises(StartupError, match="torch sees no GPU") as caught:
+        TorchRuntime("cuda:0")
+    assert caught.value.exit_code == ExitCode.NO_DEVICE
+
+    def missing(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(StartupError, match=r"which needs torch: pip install 'kvtierd\[gpu\]'"):
+        TorchRuntime("cuda:0")
