@@ -5,19 +5,26 @@ oracle has the same bf16 numbers, so that only the kernel's arithmetic shows. Fo
 kernel against an oracle that has the decoded numbers, and what compression costs: against an oracle that has the bf16
 numbers which were encoded. Keys are drawn as real ones look: a few channels of each head are many times larger than the
 others, in all tokens (KIVI, Liu et al. 2024, shows such for several models).
+
+Then what FP8 costs a real model (`perplexity`), which wants torch, transformers and the model; where these are missing
+the bench ends there and says what to install.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.util
 import itertools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from kvtierd.bench.options import Options
-from kvtierd.bench.rows import Row, make_row
+from kvtierd.bench.rows import BenchError, Row, make_row
+from kvtierd.connectors.model_files import INSTALL, ModelUnavailableError
 from kvtierd.core.geometry import Geometry
 from kvtierd.gpu.attend import DTYPE_CODES, Blocks, Query, checked_query, to_fp32
 from kvtierd.gpu.attend_host import HostAttention
@@ -34,6 +41,7 @@ BLOCK_TOKENS, KV_HEADS = 128, 2
 OUTLIERS, OUTLIER_SIZE = 4, 10.0
 """Channels of a head's keys that are so many times larger than the others."""
 GOAL = "<= 0.00001"
+_NEEDED = ("torch", "transformers")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,8 +55,19 @@ class Case:
 
 
 def rows(options: Options) -> Iterator[Row]:
-    """Measure every shape; fewer tokens with `--quick`."""
+    """Measure every shape, then a model; fewer tokens with `--quick`. Raises BenchError where the model is missing."""
     yield from rows_of(1_000 if options.quick else 4_000)
+    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+        raise BenchError(f"perplexity needs {' and '.join(missing)} and a small model: {INSTALL}")
+    perplexity = importlib.import_module("kvtierd.bench.perplexity")  # wants torch: only now
+    try:
+        yield from perplexity.rows(_to_stderr, quick=options.quick)
+    except ModelUnavailableError as error:
+        raise BenchError(f"perplexity needs a small model: {error}") from error
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(f"accuracy: {line}\n")
 
 
 def rows_of(tokens: int) -> Iterator[Row]:

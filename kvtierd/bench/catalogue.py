@@ -20,7 +20,7 @@ BENCHES: dict[str, str] = {
     "trace": "hits of the default eviction policy on a trace (FILE) against six others and the bound",
     "codec": "FP8 with scales and errors against torch's casts and a copy (wants torch)",
     "attention": "attention over 64k tokens of bf16 and FP8 blocks against torch and a plain read (wants torch)",
-    "accuracy": "the attention kernels against a float64 oracle over a matrix of shapes",
+    "accuracy": "the attention kernels against float64 over many shapes; what FP8 costs a real model (wants torch)",
     "overhead": "lookups while metrics, slow log and a watcher look on, against without",
     "restart": "a restart and a kill -9 with a full host tier that outlives the daemon",
     "flood": "lookups while another client sends garbage at full rate, against quiet",
