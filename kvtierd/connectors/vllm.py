@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
@@ -24,7 +24,7 @@ from kvtierd.connectors.vllm_lookups import Lookups
 from kvtierd.connectors.vllm_plan import Plan, RankShape
 from kvtierd.connectors.vllm_scheduler import SchedulerSide
 from kvtierd.connectors.vllm_settings import read_settings
-from kvtierd.connectors.vllm_tensors import CacheLayout, engine_pages, host_backend
+from kvtierd.connectors.vllm_tensors import CacheLayout, device_backend, engine_pages
 from kvtierd.connectors.vllm_transfers import Transfers
 from kvtierd.connectors.vllm_watch import Watch
 from kvtierd.connectors.vllm_worker import WorkerSide
@@ -40,6 +40,10 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
 
     Raises ValueError, saying what to do, for a model or a configuration whose KV cannot be reused.
     """
+
+    transfers_type: ClassVar[type[Transfers]] = Transfers
+    staged: ClassVar[bool] = False
+    """Whether a cache in host memory is treated as one on a device; tests want that."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -64,11 +68,13 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Take the engine's cache as pages."""
         names = self._kv_cache_config.kv_cache_groups[0].layer_names
-        layout = CacheLayout(self._spec, self._kv_cache_config.num_blocks, host_backend(_backend_name(self)))
-        geometry, pages = engine_pages([kv_caches[name] for name in names], names, layout)
+        tensors = [kv_caches[name] for name in names]
+        backend = device_backend(tensors[0].device, _backend_name(self))
+        layout = CacheLayout(self._spec, self._kv_cache_config.num_blocks, backend)
+        geometry, pages = engine_pages(tensors, names, layout, staged=self.staged)
         self._shape = _rank_shape(geometry)
         self._client = self._connect("worker", self._settings.load_timeout_ms / 1e3)
-        transfers = Transfers(
+        transfers = self.transfers_type(
             self._client,
             self._shape,
             pages,

@@ -7,12 +7,29 @@ all layers, each padded to 4 KiB and with a checksum of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
 
 from kvtierd.core.checksum import PIECE_BYTES, Bytes, Sums
 from kvtierd.core.geometry import Geometry
+
+
+class Pages(Protocol):
+    """An engine's cache, wherever it lies. Thread-safe for one thread that stores beside one that loads."""
+
+    def fence(self) -> Any:
+        """A point in the engine's work: what was begun before has ended when a store or load given this begins. Called
+        from the engine's own thread."""
+
+    def store(self, pages: Sequence[int], slots: Sequence[Bytes], sums: Sums, fence: Any) -> None:
+        """Copy pages of all layers into slots ([slot_bytes] uint8), zero their padding, and hash what landed into
+        `sums` ([n, layers])."""
+
+    def load(self, pages: Sequence[int], slots: Sequence[Bytes], sums: Sums, fence: Any) -> int:
+        """Copy slots into pages of all layers; how many leading ones match their sums. Pages behind these hold bytes
+        of no use."""
 
 
 class EnginePages:
@@ -32,12 +49,26 @@ class EnginePages:
             if layer.strides[1] != 1:
                 raise ValueError(f"the pages of layer {number} are not contiguous")
         self._geometry = geometry
-        self._layers = list(layers)
-        self._joined = _joined(self._layers)
+        self.layers = list(layers)
+        self._joined = _joined(self.layers)
         self._group = max(1, PIECE_BYTES // geometry.layer_bytes)
 
-    def store(self, page: int, slot: Bytes, sums: Sums) -> None:
-        """Copy a page of all layers into a slot ([slot_bytes] uint8), zero its padding, and hash what landed."""
+    def fence(self) -> None:
+        """In host memory the engine's work has ended when it says so."""
+
+    def store(self, pages: Sequence[int], slots: Sequence[Bytes], sums: Sums, fence: Any = None) -> None:  # noqa: ARG002
+        """As `Pages.store`."""
+        for page, slot, row in zip(pages, slots, sums, strict=True):
+            self._store(page, slot, row)
+
+    def load(self, pages: Sequence[int], slots: Sequence[Bytes], sums: Sums, fence: Any = None) -> int:  # noqa: ARG002
+        """As `Pages.load`."""
+        for i, (page, slot, row) in enumerate(zip(pages, slots, sums, strict=True)):
+            if not self._load(page, slot, row):
+                return i
+        return len(pages)
+
+    def _store(self, page: int, slot: Bytes, sums: Sums) -> None:
         rows = self._rows(slot)
         size = self._geometry.layer_bytes
         rows[:, size:] = 0
@@ -47,15 +78,11 @@ class EnginePages:
                 rows[begin:end, :size] = self._joined[begin:end, page]
             else:
                 for layer in range(begin, end):
-                    rows[layer, :size] = self._layers[layer][page]
+                    rows[layer, :size] = self.layers[layer][page]
             for layer in range(begin, end):
                 sums[layer] = xxhash.xxh3_64_intdigest(rows[layer, :size].data)
 
-    def load(self, page: int, slot: Bytes, sums: Sums) -> bool:
-        """Copy a slot into a page of all layers; False as soon as what arrived does not match its sum.
-
-        The page then holds bytes of no use.
-        """
+    def _load(self, page: int, slot: Bytes, sums: Sums) -> bool:
         rows = self._rows(slot)
         size = self._geometry.layer_bytes
         for begin in range(0, self._geometry.layers, self._group):
@@ -64,9 +91,9 @@ class EnginePages:
                 self._joined[begin:end, page] = rows[begin:end, :size]
             else:
                 for layer in range(begin, end):
-                    self._layers[layer][page] = rows[layer, :size]
+                    self.layers[layer][page] = rows[layer, :size]
             for layer in range(begin, end):
-                if xxhash.xxh3_64_intdigest(self._layers[layer][page].data) != int(sums[layer]):
+                if xxhash.xxh3_64_intdigest(self.layers[layer][page].data) != int(sums[layer]):
                     return False
         return True
 

@@ -11,7 +11,8 @@ import blake3
 import numpy as np
 import torch
 
-from kvtierd.connectors.vllm_pages import EnginePages
+from kvtierd.connectors.vllm_device_pages import DevicePages
+from kvtierd.connectors.vllm_pages import EnginePages, Pages
 from kvtierd.core.checksum import Bytes
 from kvtierd.core.geometry import DTYPE_BYTES, Geometry
 
@@ -36,23 +37,31 @@ class CacheLayout:
     backend: str
 
 
-def engine_pages(tensors: Sequence[Any], names: Sequence[str], layout: CacheLayout) -> tuple[Geometry, EnginePages]:
+def engine_pages(
+    tensors: Sequence[Any], names: Sequence[str], layout: CacheLayout, *, staged: bool = False
+) -> tuple[Geometry, Pages]:
     """Pages over vLLM's cache, one tensor a layer, [blocks, heads, tokens, content] with any strides inside a block.
 
-    Raises ValueError, naming the layer, for tensors that are not in host memory, or whose blocks are no single runs.
+    In host memory they are read and written in place, unless `staged` says to treat it as a device. Raises ValueError,
+    naming the layer, for tensors on devices that we do not know, or whose blocks are no single runs.
     """
     runs = {_run(tensor, name, layout) for tensor, name in zip(tensors, names, strict=True)}
     if len(runs) != 1:
         raise ValueError(f"layers differ, which one namespace cannot hold: (bytes, dtype, strides) {sorted(runs)}")
     page_bytes, dtype, order = runs.pop()
     geometry = _geometry(len(tensors), page_bytes, dtype, layout, _layout_name(layout, order, names))
-    return geometry, EnginePages(geometry, _page_views(tensors, layout, page_bytes))
+    flat = _page_tensors(tensors, layout, page_bytes)
+    if staged or tensors[0].device.type != "cpu":
+        return geometry, DevicePages(geometry, flat)
+    return geometry, EnginePages(geometry, _page_arrays(flat))
 
 
 def _run(tensor: Any, name: str, layout: CacheLayout) -> tuple[int, str, str]:
     """Bytes of a block of one layer, its dtype, and the order of its axes; refuses a block that is not one run."""
-    if tensor.device.type != "cpu":
-        raise ValueError(f"layer {name} lies on {tensor.device}: this version serves KV caches in host memory only")
+    if tensor.device.type not in {"cpu", "cuda"}:
+        raise ValueError(
+            f"layer {name} lies on {tensor.device}; KV caches in host memory and on CUDA devices are served"
+        )
     if tensor.shape[0] % layout.blocks:
         raise ValueError(f"layer {name} has {tensor.shape[0]} blocks; the engine says {layout.blocks}")
     size = tensor.element_size()
@@ -90,21 +99,42 @@ def _layout_name(layout: CacheLayout, order: str, names: Sequence[str]) -> str:
     return f"opaque:vllm:{layout.backend}:{order}:{digest}"
 
 
-def _page_views(tensors: Sequence[Any], layout: CacheLayout, page_bytes: int) -> list[Bytes]:
+def _page_tensors(tensors: Sequence[Any], layout: CacheLayout, page_bytes: int) -> list[Any]:
+    """Each layer as [blocks, words] over the same memory: words of 8 bytes where everything is aligned to that, since a
+    device copies these faster than bytes."""
+    views = []
+    for tensor in tensors:
+        size = tensor.element_size()
+        begin, step = tensor.storage_offset() * size, tensor.stride(0) * size * (tensor.shape[0] // layout.blocks)
+        aligned = not (begin | step | page_bytes) % 8 and not tensor.untyped_storage().nbytes() % 8
+        word, dtype = (8, torch.int64) if aligned else (1, torch.uint8)
+        flat = torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
+        shape, strides = (layout.blocks, page_bytes // word), (step // word, 1)
+        views.append(torch.as_strided(flat, shape, strides, begin // word))
+    if len({view.dtype for view in views}) > 1:
+        raise ValueError("layers differ in their alignment")
+    return views
+
+
+def _page_arrays(tensors: Sequence[Any]) -> list[Bytes]:
+    """The same in NumPy, as bytes; layers of one storage are views of one array."""
     storages: dict[int, Bytes] = {}
     views = []
     for tensor in tensors:
-        storage = tensor.untyped_storage()
+        storage, word = tensor.untyped_storage(), tensor.element_size()
         if storage.data_ptr() not in storages:
-            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            storages[storage.data_ptr()] = flat.numpy()
-        memory = storages[storage.data_ptr()]
-        begin = tensor.storage_offset() * tensor.element_size()
-        step = tensor.stride(0) * tensor.element_size() * (tensor.shape[0] // layout.blocks)
-        if begin + (layout.blocks - 1) * step + page_bytes > memory.size:
-            raise ValueError(f"the last block ends behind its storage of {memory.size} bytes")
-        views.append(np.ndarray((layout.blocks, page_bytes), np.uint8, memory, begin, (step, 1)))
+            storages[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        shape = (tensor.shape[0], tensor.shape[1] * word)
+        memory, begin = storages[storage.data_ptr()], tensor.storage_offset() * word
+        views.append(np.ndarray(shape, np.uint8, memory, begin, (tensor.stride(0) * word, 1)))
     return views
+
+
+def device_backend(device: Any, backend: str) -> str:
+    """A backend's name with what decides how it orders bytes on this device."""
+    if device.type == "cpu":
+        return host_backend(backend)
+    return f"{backend}:{device.type}:{torch.cuda.get_device_capability(device)}"
 
 
 def host_backend(backend: str) -> str:

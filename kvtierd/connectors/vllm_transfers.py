@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from kvtierd.connectors.vllm_pages import EnginePages
+from kvtierd.connectors.vllm_pages import Pages
 from kvtierd.connectors.vllm_plan import ModelFacts, RankShape, Transfer, namespace_of
 from kvtierd.core.units import MIB
 from kvtierd.protocol.client import Client
-from kvtierd.protocol.holds import Lease, Reservation
+from kvtierd.protocol.holds import Reservation
 from kvtierd.protocol.results import NamespaceHandle
 
 _log = logging.getLogger("vllm.kvtierd")
@@ -27,7 +28,7 @@ class Transfers:
     """Loads and saves the blocks of one rank. Thread-safe, as the client is."""
 
     def __init__(
-        self, client: Client, shape: RankShape, pages: EnginePages, *, load_timeout_s: float, save_timeout_s: float
+        self, client: Client, shape: RankShape, pages: Pages, *, load_timeout_s: float, save_timeout_s: float
     ) -> None:
         self._client = client
         self._shape = shape
@@ -37,14 +38,20 @@ class Transfers:
         self._batch = max(1, BATCH_BYTES // shape.geometry.slot_bytes)
         self._handles: dict[ModelFacts, NamespaceHandle] = {}
 
-    def load(self, transfer: Transfer) -> int:
+    def fence(self) -> Any:
+        """See `Pages.fence`."""
+        return self._pages.fence()
+
+    def load(self, transfer: Transfer, fence: Any = None) -> int:
         """Copy blocks into their pages; how many leading ones arrived whole. Raises KvtierdError."""
         handle, keys = self._handle(transfer), transfer.keys[self._shape.position]
         parent = transfer.parents[self._shape.position]
         done = 0
         leases = self._client.leases(handle, keys, batch=self._batch, parent=parent, timeout_s=self._load_timeout_s)
         for lease in leases:
-            good, whole = self._copy_out(lease, transfer.pages[done:]), lease.unchanged()
+            pages = transfer.pages[done : done + lease.count]
+            good = self._pages.load(pages, lease.views, lease.sums, fence)
+            whole = lease.unchanged()
             if good < min(whole, lease.count):
                 _log.error("kvtierd: a block does not match its checksum and is deleted; it is computed instead")
                 self._client.delete(handle, keys[done + good : done + good + 1])
@@ -53,8 +60,8 @@ class Transfers:
                 break
         return done
 
-    def save(self, transfer: Transfer, cancelled: Callable[[], bool]) -> int:
-        """Store blocks from their pages; how many are stored now, whoever stored them. Raises KvtierdError.
+    def save(self, transfer: Transfer, cancelled: Callable[[], bool], fence: Any = None) -> int:
+        """Store blocks from their pages; how many are stored now. Raises KvtierdError.
 
         `cancelled` is asked before each commit: what was copied after pages changed hands is given back.
         """
@@ -66,32 +73,27 @@ class Transfers:
         )
         for slots in reservations:
             count = len(slots.views)
-            fresh = self._copy_in(slots, transfer.pages[done : done + count], cancelled)
+            fresh = self._copy_in(slots, transfer.pages[done : done + count], cancelled, fence)
             if fresh is None:
                 break
             stored += fresh
             done += count
         return stored
 
-    def _copy_out(self, lease: Lease, pages: tuple[int, ...]) -> int:
-        for i in range(lease.count):
-            if not self._pages.load(pages[i], lease.views[i], lease.sums[i]):
-                return i
-        return lease.count
-
-    def _copy_in(self, slots: Reservation, pages: tuple[int, ...], cancelled: Callable[[], bool]) -> int | None:
+    def _copy_in(
+        self, slots: Reservation, pages: tuple[int, ...], cancelled: Callable[[], bool], fence: Any
+    ) -> int | None:
         """How many blocks of a reservation are stored now; None where it is no use to go on."""
-        index = [i for i, view in enumerate(slots.views) if view is not None]
-        sums = np.empty((len(index), self._shape.geometry.layers), np.uint64)
-        for row, i in enumerate(index):
-            view = slots.views[i]
-            assert view is not None
-            if cancelled():
-                return None
-            self._pages.store(pages[i], view, sums[row])
+        granted = [(i, view) for i, view in enumerate(slots.views) if view is not None]
+        index = [i for i, _ in granted]
         if cancelled():
             return None
-        return slots.commit(index, sums=sums, wait=False) if index else 0
+        if not index:
+            return 0
+        sums = np.empty((len(index), self._shape.geometry.layers), np.uint64)
+        self._pages.store([pages[i] for i in index], [view for _, view in granted], sums, fence)
+        # What was copied after the pages changed hands is of no use, and they do so only after this was told.
+        return None if cancelled() else slots.commit(index, sums=sums, wait=False)
 
     def _handle(self, transfer: Transfer) -> NamespaceHandle:
         if transfer.facts not in self._handles:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from kvtierd.connectors.vllm_plan import Plan, Transfer
 from kvtierd.connectors.vllm_transfers import Transfers
@@ -24,6 +25,7 @@ _log = logging.getLogger("vllm.kvtierd")
 @dataclasses.dataclass(slots=True)
 class _Save:
     transfer: Transfer
+    fence: Any
     deadline_s: float
     cancelled: bool = False
 
@@ -55,15 +57,19 @@ class WorkerSide:
 
     def load(self, plan: Plan) -> None:
         """Start the loads of a step; does not wait."""
-        for transfer in plan.loads:
-            self._loader.submit(self._run_load, transfer)
+        if plan.loads:
+            fence = self._transfers.fence()
+            for transfer in plan.loads:
+                self._loader.submit(self._run_load, transfer, fence)
         self._ended |= plan.finished
 
     def save(self, plan: Plan) -> None:
         """Start the saves of a step, after its forward pass; does not wait."""
-        deadline_s = time.monotonic() + self._patience_s
+        if not plan.saves:
+            return
+        deadline_s, fence = time.monotonic() + self._patience_s, self._transfers.fence()
         for transfer in plan.saves:
-            save = _Save(transfer, deadline_s)
+            save = _Save(transfer, fence, deadline_s)
             with self._lock:
                 self._saves.setdefault(transfer.request_id, []).append(save)
             self._saver.submit(self._run_save, save)
@@ -91,8 +97,8 @@ class WorkerSide:
         self._loader.shutdown(cancel_futures=True)
         self._saver.shutdown(cancel_futures=True)
 
-    def _run_load(self, transfer: Transfer) -> None:
-        count = self._guarded("load", lambda: self._transfers.load(transfer))
+    def _run_load(self, transfer: Transfer, fence: Any) -> None:
+        count = self._guarded("load", lambda: self._transfers.load(transfer, fence))
         with self._lock:
             self._failed.update(transfer.pages[count:])
             self._received.add(transfer.request_id)
@@ -102,7 +108,7 @@ class WorkerSide:
     def _run_save(self, save: _Save) -> None:
         transfer, count = save.transfer, 0
         if time.monotonic() < save.deadline_s and not save.cancelled:
-            count = self._guarded("store", lambda: self._transfers.save(transfer, lambda: save.cancelled))
+            count = self._guarded("store", lambda: self._transfers.save(transfer, lambda: save.cancelled, save.fence))
         with self._lock:
             mine = self._saves[transfer.request_id]
             mine.remove(save)

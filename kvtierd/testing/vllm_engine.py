@@ -160,6 +160,11 @@ class Engine:
         done: bool = self._ask({"do": "reset", "reset_connector": reset_connector}, 60)
         return done
 
+    def metric(self, name: str) -> float:
+        """The sum of one of vLLM's counters; it wants an engine made with `disable_log_stats=False`."""
+        value: float = self._ask({"do": "metric", "name": name}, 60)
+        return value
+
     def log(self) -> str:
         """All that the engine has printed."""
         return self._log.read_text(errors="replace")

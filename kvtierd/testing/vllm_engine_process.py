@@ -29,6 +29,8 @@ def main() -> None:
             emit({"done": _generate(engine, emit, **request)})
         elif what == "reset":
             emit({"done": engine.reset_prefix_cache(**request)})
+        elif what == "metric":
+            emit({"done": sum(metric.value for metric in engine.get_metrics() if metric.name == request["name"])})
 
 
 def _start(options: dict[str, Any]) -> Any:

@@ -37,24 +37,25 @@ def blocks_outside(shape: Geometry, seed: int) -> list[np.ndarray]:
 def test_a_page_goes_out_and_comes_back(shape, make):
     source, target = make(shape, 1), make(shape, 2)
     before = [layer.copy() for layer in target]
-    slot, sums = np.full(shape.slot_bytes, 7, np.uint8), np.zeros(shape.layers, np.uint64)
-    EnginePages(shape, source).store(4, slot, sums)
-    assert (sums == layer_sums(slot, shape)).all()
-    assert not slot.reshape(shape.layers, shape.layer_stride)[:, shape.layer_bytes :].any()
-    assert EnginePages(shape, target).load(2, slot, sums)
+    slots, sums = np.full((2, shape.slot_bytes), 7, np.uint8), np.zeros((2, shape.layers), np.uint64)
+    EnginePages(shape, source).store([4, 1], slots, sums)
+    for slot, row in zip(slots, sums, strict=True):
+        assert (row == layer_sums(slot, shape)).all()
+        assert not slot.reshape(shape.layers, shape.layer_stride)[:, shape.layer_bytes :].any()
+    assert EnginePages(shape, target).load([2, 5], slots, sums) == 2
     for there, here, old in zip(source, target, before, strict=True):
-        assert (here[2] == there[4]).all()
-        assert (np.delete(here, 2, 0) == np.delete(old, 2, 0)).all()
+        assert (here[[2, 5]] == there[[4, 1]]).all()
+        assert (np.delete(here, [2, 5], 0) == np.delete(old, [2, 5], 0)).all()
 
 
 @pytest.mark.parametrize("shape", [PADDED, LARGE])
 @pytest.mark.parametrize("layer", [0, 1])
 def test_case_03_a_damaged_slot_is_noticed(shape, layer):
     pages = EnginePages(shape, one_storage(shape, 1))
-    slot, sums = np.zeros(shape.slot_bytes, np.uint8), np.zeros(shape.layers, np.uint64)
-    pages.store(0, slot, sums)
-    slot[layer * shape.layer_stride + shape.layer_bytes - 1] ^= 1
-    assert not pages.load(1, slot, sums)
+    slots, sums = np.zeros((3, shape.slot_bytes), np.uint8), np.zeros((3, shape.layers), np.uint64)
+    pages.store([0, 1, 2], slots, sums)
+    slots[1, layer * shape.layer_stride + shape.layer_bytes - 1] ^= 1
+    assert pages.load([3, 4, 5], slots, sums) == 1
 
 
 @pytest.mark.parametrize(
