@@ -1,5 +1,6 @@
 """An engine's KV cache on a device: pages are gathered there, cross to pinned memory in one copy, and go into slots
-from there; and back. Both directions have memory and a stream of their own, so that a store and a load run side by side.
+from there; and back. Both directions have memory and a stream of their own, so that a store and a load do not wait for
+each other.
 
 Where the device is the host itself, the same goes without streams: that is how it is tested without a GPU.
 """
