@@ -248,11 +248,6 @@ def _check_options(*, causal: bool, position: int | None, window: int, scale: fl
         raise ValueError(f"position is {position}; it must be in 0..{ANYWHERE - 1}")
 
 
-def layer_part(geometry: Geometry, layer: int) -> int:
-    """Where a layer's part begins in an exact block, in bytes."""
-    return layer * geometry.layer_stride
-
-
 def code_of(geometry: Geometry) -> int:
     """The code of a namespace's own dtype; ValueError for one that cannot be computed on."""
     if geometry.dtype not in DTYPE_CODES:

@@ -111,11 +111,28 @@ def decoding_factor(part: Word, scale: Word) -> Word:
 
 
 @helper
-def _linear(token: Word, head: Word, count: Word, token_stride: Word, head_stride: Word, dim: Word) -> Word:
-    """Where a head's share of `count` tokens begins, if all heads share these tokens' memory without gaps."""
-    if head_stride == dim:
-        return token * token_stride + head * count * dim
-    return token * token_stride + head * head_stride
+def _ask_next(ahead: Word, part: Word, token: Word, count: Word, head: Word, dim: Word, strides: Word) -> None:
+    """While `count` tokens of a head are worked on, ask for as much of what comes after this tile (0: unknown).
+
+    If all heads share the tokens' memory without gaps, in its order; with layout hnd the same tokens and head.
+    """
+    token_stride, head_stride = strides
+    if ahead != 0:
+        begin = token * token_stride + (head * count * dim if head_stride == dim else head * head_stride)
+        ask_ahead(at(ahead, begin * part.width), count * dim * part.width)
+
+
+@helper
+def _readable(part: Word, place: Word, stride: Word, count: Word, dim: Word, scale: Word, spare: Word) -> Word:
+    """Rows that the register tiles take: address, stride and code of these as they are, or decoded to fp32."""
+    decode = not part.direct
+    if part.raw and not decode:
+        decode = any_nan(place, stride, count, dim)
+    if decode:
+        pad = 4 * padded(dim)
+        decode_rows(part.code, part.width, place, stride, count, dim, decoding_factor(part, scale), spare, pad)
+        return spare, pad, np.int64(FP32)
+    return place, stride, np.int64(part.code)
 
 
 @subroutine
@@ -132,23 +149,10 @@ def score_tokens(
             scale = scale_of(part, head)
             factor = scale * np.float32(RAW_SCORE) if part.raw else np.float32(1.0)
             k = at(part.k, (token * shape.k_token + head * shape.k_head) * part.width)
-            stride, code = shape.k_token * part.width, part.code
-            if part.k_ahead and row0 == 0:
-                run = count * shape.k_dim * part.width
-                ask_ahead(
-                    at(
-                        part.k_ahead, _linear(token, head, count, shape.k_token, shape.k_head, shape.k_dim) * part.width
-                    ),
-                    run,
-                )
-            decode = not part.direct
-            if part.raw and not decode:
-                decode = any_nan(k, stride, count, shape.k_dim)
-            if decode:
-                decode_rows(
-                    part.code, part.width, k, stride, count, shape.k_dim, decoding_factor(part, scale), spare, 4 * k_pad
-                )
-                k, stride, code = spare, 4 * k_pad, FP32
+            if row0 == 0:
+                strides = (shape.k_token, shape.k_head)
+                _ask_next(part.k_ahead, part, token, count, head, shape.k_dim, strides)
+            k, stride, code = _readable(part, k, shape.k_token * part.width, count, shape.k_dim, scale, spare)
             for row in range(0, rows, ROWS):
                 score_rows(
                     code,
@@ -213,22 +217,11 @@ def add_weighted(
         count = min(VALUES_AT_ONCE, last - token)
         for head in range(shape.heads):
             v = at(part.v, (token * shape.v_token + head * shape.v_head) * part.width)
-            stride, code = shape.v_token * part.width, part.code
-            if part.v_ahead and row0 == 0:
-                run = count * shape.v_dim * part.width
-                ask_ahead(
-                    at(
-                        part.v_ahead, _linear(token, head, count, shape.v_token, shape.v_head, shape.v_dim) * part.width
-                    ),
-                    run,
-                )
-            decode = not part.direct
-            if part.raw and not decode:
-                decode = any_nan(v, stride, count, shape.v_dim)
-            if decode:
-                factor = decoding_factor(part, scale_of(part, shape.v_scale + head))
-                decode_rows(part.code, part.width, v, stride, count, shape.v_dim, factor, spare, 4 * v_pad)
-                v, stride, code = spare, 4 * v_pad, FP32
+            if row0 == 0:
+                strides = (shape.v_token, shape.v_head)
+                _ask_next(part.v_ahead, part, token, count, head, shape.v_dim, strides)
+            scale = scale_of(part, shape.v_scale + head)
+            v, stride, code = _readable(part, v, shape.v_token * part.width, count, shape.v_dim, scale, spare)
             for row in range(0, rows, ROWS):
                 add_values(
                     code,

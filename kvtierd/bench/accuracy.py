@@ -26,7 +26,7 @@ from kvtierd.bench.options import Options
 from kvtierd.bench.rows import BenchError, Row, make_row
 from kvtierd.connectors.model_files import INSTALL, ModelUnavailableError
 from kvtierd.core.geometry import Geometry
-from kvtierd.gpu.attend import DTYPE_CODES, Blocks, Query, checked_query, to_fp32
+from kvtierd.gpu.attend import DTYPE_CODES, Blocks, Query, checked_query, from_fp32, to_fp32
 from kvtierd.gpu.attend_host import HostAttention
 from kvtierd.gpu.codec import BlockCodec
 from kvtierd.gpu.reference.attention import reference_attention, relative_error
@@ -109,7 +109,7 @@ def measure(case: Case, tokens: int, device: HostAttention) -> dict[str, float]:
     decoded = np.zeros_like(exact)
     channels = _channels(rng, shape)
     for block, code, back in zip(exact, small, decoded, strict=True):
-        block[: shape.layer_bytes] = _bf16(_draw(rng, shape, channels)).view(np.uint8)
+        block[: shape.layer_bytes] = from_fp32(_draw(rng, shape, channels), "bf16").view(np.uint8)
         codec.encode(block, code)
         codec.decode(code, back)
     q = rng.standard_normal((case.queries, case.heads, shape.k_dim), np.float32)
@@ -172,10 +172,6 @@ def _draw(rng: np.random.Generator, shape: Geometry, channels: Array) -> Array:
     k = rng.standard_normal((shape.block_size, shape.kv_heads, shape.k_dim), np.float32) * channels
     v = rng.standard_normal((shape.block_size, shape.kv_heads, shape.v_dim), np.float32)
     return np.concatenate([k.reshape(-1), v.reshape(-1)])
-
-
-def _bf16(numbers: Array) -> Array:
-    return (numbers.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def _addresses(memory: Array) -> Array:

@@ -2,7 +2,8 @@
 
 32 query heads, 8 KV heads, dim 128, blocks of 128 tokens that lie apart from each other, as slots of a pool do. Ours
 runs piece by piece as the tiers run it. torch gets what suits it best: KV of all tokens contiguous by head, and two
-formulations, its scaled_dot_product_attention and matmul, softmax, matmul; both sides have the same number of threads.
+formulations, its scaled_dot_product_attention and matmul, softmax, matmul. Both sides have the same number of threads,
+each with a CPU of its own, and KV in huge pages, which NumPy's and torch's large arrays have anyway.
 The streaming read is NumPy's maximum of the same bytes, as many threads. FP8 blocks are what the codec makes of the
 bf16 ones. All of it is larger than the last-level cache.
 """
@@ -21,10 +22,11 @@ import numpy as np
 
 from kvtierd.bench.copies import Threads, private_memory
 from kvtierd.bench.options import Options, need_memory, thread_count
+from kvtierd.bench.placement import own_cpu, own_cpus
 from kvtierd.bench.rounds import alternate, timed
 from kvtierd.bench.rows import BenchError, Row, make_row
 from kvtierd.core.geometry import Geometry
-from kvtierd.gpu.attend import DTYPE_CODES, Blocks, Query, checked_query
+from kvtierd.gpu.attend import DTYPE_CODES, Blocks, Query, checked_query, from_fp32
 from kvtierd.gpu.attend_host import PIECE_NS, HostAttention
 from kvtierd.gpu.codec import BlockCodec
 
@@ -45,14 +47,14 @@ class Kv:
 
     def __init__(self, tokens: int) -> None:
         count = tokens // SHAPE.block_size
-        self.exact = private_memory(count * SHAPE.slot_bytes, seed=1)
+        self.exact = private_memory(count * SHAPE.slot_bytes, seed=1, huge=True)
         codec = BlockCodec(SHAPE)
-        self.small = private_memory(count * codec.layout.slot_bytes, seed=2)
+        self.small = private_memory(count * codec.layout.slot_bytes, seed=2, huge=True)
         rng = np.random.default_rng(3)
         for index in range(count):
             block = self.exact[index * SHAPE.slot_bytes :][: SHAPE.slot_bytes]
             numbers = rng.standard_normal(SHAPE.layer_bytes // 2, np.float32)
-            block[: SHAPE.layer_bytes] = (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+            block[: SHAPE.layer_bytes] = from_fp32(numbers, "bf16").view(np.uint8)
             codec.encode(block, self.small[index * codec.layout.slot_bytes :][: codec.layout.slot_bytes])
         shuffled = rng.permutation(count)  # slots of a pool are in no order
         positions = shuffled * SHAPE.block_size
@@ -136,7 +138,7 @@ def rows(options: Options) -> Iterator[Row]:
 
 def rows_of(tokens: int, rounds: int, threads: int, *, with_torch: bool) -> Iterator[Row]:
     """The rows; without torch only those against the streaming read."""
-    kv = Kv(tokens)
+    kv, cpus = Kv(tokens), os.sched_getaffinity(0)
     ours, reader = Ours(kv.query, threads), Threads(threads)
     measures: list[Callable[[], object]] = [
         lambda: _read(reader, kv.exact),
@@ -147,8 +149,12 @@ def rows_of(tokens: int, rounds: int, threads: int, *, with_torch: bool) -> Iter
         torch = Torch(kv, threads)
         measures += [torch.sdpa, torch.matmul]
     try:
-        seconds = alternate([functools.partial(_settled, work) for work in measures], rounds)
-        ours.run(kv.bf16)
+        for index, start in enumerate(measures):  # the reader's threads work without this one, OpenMP's with it
+            with own_cpus(cpus, caller_joins=index > 0):
+                start()
+        with own_cpu():
+            seconds = alternate([functools.partial(_settled, work) for work in measures], rounds)
+            ours.run(kv.bf16)
     finally:
         reader.close()
     yield from _rows(kv, seconds, ours.longest_piece_ns)

@@ -28,6 +28,7 @@ from kvtierd.bench.rounds import alternate, timed
 from kvtierd.bench.rows import BenchError, Row, make_row
 from kvtierd.core.checksum import Bytes
 from kvtierd.core.geometry import Geometry
+from kvtierd.gpu.attend import from_fp32
 from kvtierd.gpu.codec import BlockCodec
 from kvtierd.gpu.paged import gather, scatter
 from kvtierd.gpu.paged_layout import two_inside
@@ -50,7 +51,7 @@ class Blocks:
         self.encoded = private_memory(count * self.codec.layout.slot_bytes, 2, huge=True).reshape(count, -1)
         self.back = private_memory(count * SHAPE.slot_bytes, 3, huge=True).reshape(count, -1)
         numbers = np.random.default_rng(4).standard_normal(SHAPE.slot_bytes // 2, np.float32)
-        self.exact[:] = (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        self.exact[:] = from_fp32(numbers, "bf16").view(np.uint8)
         self.bytes = self.exact.nbytes
         rows = SHAPE.block_size // PAGE_TOKENS
         self.layouts = two_inside(SHAPE, PAGE_TOKENS)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvtierd.core.geometry import Geometry
-from kvtierd.gpu.attend import ANYWHERE, Blocks, checked_query, code_of, from_fp32, layer_part, to_fp32
+from kvtierd.gpu.attend import ANYWHERE, Blocks, checked_query, code_of, from_fp32, to_fp32
 
 SHAPE = Geometry(block_size=16, layers=2, kv_heads=2, k_dim=64, v_dim=64)
 LATENT = Geometry(block_size=16, layers=2, kv_heads=1, k_dim=576, v_dim=0)
@@ -83,8 +83,7 @@ def test_bf16_is_rounded_to_nearest_even_and_keeps_nan():
         from_fp32(values, "int8")
 
 
-def test_a_layer_lies_where_the_geometry_says():
-    assert layer_part(SHAPE, 1) == SHAPE.layer_stride
+def test_a_namespace_has_the_code_of_its_dtype_or_is_refused():
     assert code_of(SHAPE) == 0
     with pytest.raises(ValueError, match="int8"):
         code_of(Geometry(block_size=1, layers=1, kv_heads=1, k_dim=8, v_dim=8, dtype="int8"))
