@@ -135,13 +135,15 @@ class HostAttention:
 
     def _run(self, part: _Pass, cap: Any, columns: tuple[Array, ...], bounds: Array, stop: Array) -> bool:
         chunks, rows = bounds.size - 1, part.top.size
+        # Threads without a chunk would be woken, and waited for, for nothing.
+        threads = min(self.threads, chunks)
         tops, totals = np.empty((chunks, rows), np.float32), np.empty((chunks, rows), np.float32)
         sums = self._buffer("sums", (chunks, *part.sums.shape))
-        scores = self._buffer("scores", (self.threads, part.shape.heads * GROUP_ROWS * TILE))
+        scores = self._buffer("scores", (threads, part.shape.heads * GROUP_ROWS * TILE))
         dim = align_up(max(part.shape.k_dim, part.shape.v_dim), LANES)
-        spare = self._buffer("spare", (self.threads, SPARE_ROWS * dim))
+        spare = self._buffer("spare", (threads, SPARE_ROWS * dim))
         counter, done = np.zeros(1, np.int64), np.zeros(chunks, np.uint8)
-        numba.set_num_threads(self.threads)
+        numba.set_num_threads(threads)
         attend_chunks(
             part.shape, cap, part.q, part.q_raw, part.raw, columns, np.ascontiguousarray(bounds),
             tops, totals, sums, scores, spare, counter, done, stop,

@@ -21,6 +21,7 @@ BENCHES: dict[str, str] = {
     "codec": "FP8 with scales and errors against torch's casts and a copy (wants torch)",
     "attention": "attention over 64k tokens of bf16 and FP8 blocks against torch and a plain read (wants torch)",
     "accuracy": "the attention kernels against float64 over many shapes; what FP8 costs a real model (wants torch)",
+    "attend": "attention over 256k tokens in three tiers against the disk and the kernel alone",
     "overhead": "lookups while metrics, slow log and a watcher look on, against without",
     "restart": "a restart and a kill -9 with a full host tier that outlives the daemon",
     "flood": "lookups while another client sends garbage at full rate, against quiet",

@@ -12,7 +12,7 @@ import collections
 from collections.abc import Callable
 
 from kvtierd.core.checksum import Bytes
-from kvtierd.storage.buffers import page_buffer
+from kvtierd.storage.buffers import huge_buffer
 
 
 class StagingRing:
@@ -33,7 +33,7 @@ class StagingRing:
     def view(self, offset: int, size: int) -> Bytes:
         """Memory of a piece, [size] uint8."""
         if self._memory is None:
-            self._memory = page_buffer(self.size_bytes)
+            self._memory = huge_buffer(self.size_bytes)
         return self._memory[offset : offset + size]
 
     def address(self, offset: int) -> int:
