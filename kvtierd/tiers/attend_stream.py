@@ -20,7 +20,7 @@ from kvtierd.tiers.attend_places import Numbers
 from kvtierd.tiers.attend_ring import StagingRing
 from kvtierd.tiers.sequences import OpenedSequence
 
-JOB_BYTES = 2 * MIB
+JOB_BYTES = 4 * MIB
 """Parts of a job: enough that the loop's own time for it is small against the disk's."""
 HEADERS_MAX_BYTES = MIB
 """What an I/O thread has room for."""
