@@ -12,11 +12,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-import xxhash
 
 from kvtierd.core.checksum import Bytes, block_sum
 from kvtierd.core.errors import CorruptionError, StorageError
-from kvtierd.index.xxh3 import SHORTEST, sums_of
+from kvtierd.index.xxh3 import sums_of_parts
 from kvtierd.storage.buffers import Scratch
 from kvtierd.storage.interface import DiskError, LayerItem
 from kvtierd.storage.io import read_exact
@@ -158,18 +157,10 @@ def _verify_all(fetches: list[_Fetch]) -> None:
             fetch.error = _verify_header(fetch, fetch.header)
     for size in {fetch.shape.layer_bytes for fetch in fetches}:
         good = [fetch for fetch in fetches if fetch.error is None and fetch.shape.layer_bytes == size]
-        for fetch, found in zip(good, _part_sums([fetch.item.out for fetch in good], size), strict=True):
+        for fetch, found in zip(good, sums_of_parts([fetch.item.out for fetch in good], size), strict=True):
             if found != int(fetch.item.sums[fetch.item.layer]):
                 what = f"the bytes of layer {fetch.item.layer} of {fetch.name} are damaged"
                 fetch.error = CorruptionError(f"{fetch.where}: {what}")
-
-
-def _part_sums(parts: list[Bytes], size: int) -> list[int]:
-    """Sums of the first `size` bytes of each part: all at once and without the GIL, where they are not tiny."""
-    if size < SHORTEST:
-        return [xxhash.xxh3_64_intdigest(part[:size].data) for part in parts]
-    found: list[int] = sums_of(np.array([part.ctypes.data for part in parts], np.uint64), size).tolist()
-    return found
 
 
 def _verify_header(fetch: _Fetch, view: Bytes) -> StorageError | None:

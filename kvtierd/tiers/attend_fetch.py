@@ -11,13 +11,14 @@ import numpy as np
 from kvtierd.core.checksum import Bytes
 from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.core.geometry import Geometry
+from kvtierd.core.stored_form import Codec, EncodedLayout, form_of
 from kvtierd.core.token_spans import copy_tokens
+from kvtierd.index.xxh3 import sums_of_parts
 from kvtierd.storage.interface import BlockStore, LayerItem
-from kvtierd.tiers.attend_places import Numbers, Place, places_of
+from kvtierd.tiers.attend_places import Codecs, Numbers, Place, places_of
 from kvtierd.tiers.attend_ring import StagingRing
 from kvtierd.tiers.attend_stream import Job
 from kvtierd.tiers.blocks import READ_BACK
-from kvtierd.tiers.compress_layers import LayerDecoder
 from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.sequences import OpenedSequence
 from kvtierd.tiers.shapes import HeldPiece
@@ -36,7 +37,6 @@ class PartFetcher:
         self._store = store
         self._workers = workers
         self._ring = ring
-        self._decoder = LayerDecoder(copies, workers)
 
     async def fetch(self, sequence: OpenedSequence, layer: int, job: Job) -> Errors:
         """Bring the parts of a job; None for each that came whole."""
@@ -58,7 +58,7 @@ class PartFetcher:
 
     async def _some(
         self,
-        bring: Callable[[OpenedSequence, int, Numbers, list[Bytes]], Awaitable[Errors]],
+        bring: Callable[[OpenedSequence, int, Numbers, list[Bytes], Codecs], Awaitable[Errors]],
         sequence: OpenedSequence,
         layer: int,
         job: Job,
@@ -67,11 +67,16 @@ class PartFetcher:
     ) -> None:
         size = sequence.entry.geometry.layer_stride
         views = [self._ring.view(job.offset + i * size, size) for i in which.tolist()]
-        found = await bring(sequence, layer, job.numbers[which], views)
+        codecs = np.zeros(which.size, np.uint8)
+        found = await bring(sequence, layer, job.numbers[which], views, codecs)
+        job.codecs[which] = codecs
         for i, error in zip(which.tolist(), found, strict=True):
             errors[i] = error
 
-    async def _from_nvme(self, sequence: OpenedSequence, layer: int, numbers: Numbers, views: list[Bytes]) -> Errors:
+    async def _from_nvme(
+        self, sequence: OpenedSequence, layer: int, numbers: Numbers, views: list[Bytes], codecs: Codecs
+    ) -> Errors:
+        """Read the parts in the form in which they are stored; codes are decoded by the kernel."""
         assert self._store is not None
         copies, entry, table = self._copies, sequence.entry, self._copies.blocks.table
         forms, sums = copies.shapes.forms, sequence.sums[numbers]
@@ -86,14 +91,15 @@ class PartFetcher:
                 copies.extent(row, entry),
                 forms.nvme_sum(row),
                 layer,
-                self._decoder.view(entry, row, views[i]),
+                views[i][: form_of(entry.geometry, forms.nvme_codec(row)).layer_stride],
                 sums[i],
                 known[i],
                 forms.nvme_codec(row),
             )
             for i, row in enumerate(rows)
         ]
-        errors = await self._decoder.read(items, views, await self._store.read_layers(items))
+        codecs[:] = [item.codec for item in items]
+        errors = await self._store.read_layers(items)
         good = np.array([error is None for error in errors])
         sequence.sums[numbers[good]], sequence.known[numbers[good]] = sums[good], exact[good]
         copies.blocks.mark_as(sequence.rows[numbers[good]], READ_BACK)
@@ -113,7 +119,9 @@ class PartFetcher:
         if (table.segment[row], table.extent_page[row]) == (item.extent.segment, item.extent.offset >> 12):
             self._copies.drop_nvme(np.array([row], np.int32))
 
-    async def _from_extents(self, sequence: OpenedSequence, layer: int, numbers: Numbers, views: list[Bytes]) -> Errors:
+    async def _from_extents(
+        self, sequence: OpenedSequence, layer: int, numbers: Numbers, views: list[Bytes], _codecs: Codecs
+    ) -> Errors:
         """Gather blocks from the extents that they lie in; these are held meanwhile."""
         held = self._copies.shapes.hold(sequence.rows[numbers])
         host, shape = self._copies.host, _one_layer(sequence.entry.geometry)
@@ -132,11 +140,36 @@ class PartFetcher:
         return [None] * numbers.size
 
     async def _from_compressed(
-        self, sequence: OpenedSequence, layer: int, numbers: Numbers, views: list[Bytes]
+        self, sequence: OpenedSequence, layer: int, numbers: Numbers, views: list[Bytes], codecs: Codecs
     ) -> Errors:
-        return await self._decoder.from_host(sequence.entry, sequence.rows[numbers], layer, views)
+        """Copy codes and scales of blocks that are compressed in host, verified. Forms that are damaged are dropped."""
+        copies, host, entry, rows = self._copies, self._copies.host, sequence.entry, sequence.rows[numbers]
+        forms, form = copies.shapes.forms, EncodedLayout(entry.geometry)
+        cls, slots = host.class_for(form.slot_bytes, form.layers, entry.tenant), forms.slots(rows)
+        host.pool.hold(slots)
+        sums, begin = host.sums_of(cls, slots)[:, layer].tolist(), layer * form.layer_stride
 
-    async def _from_host(self, sequence: OpenedSequence, layer: int, numbers: Numbers, views: list[Bytes]) -> Errors:
+        def copy() -> list[int]:
+            for slot, view in zip(slots.tolist(), views, strict=True):
+                view[: form.layer_stride] = host.view(cls, slot)[begin : begin + form.layer_stride]
+            return sums_of_parts(views, form.layer_bytes)
+
+        try:
+            found = await self._workers.run(copy)
+        finally:
+            host.release(cls, slots)
+        codecs[:] = Codec.FP8_E4M3
+        bad = np.array(found, np.uint64) != np.array(sums, np.uint64)
+        damaged = rows[bad & copies.blocks.live(rows) & forms.mask(rows)]
+        if damaged.size:
+            copies.counters["host_corrupt_blocks"] += damaged.size
+            copies.drop_scattered(damaged)
+        # Not a CorruptionError, for there may be a good copy on disk: that is tried next.
+        return [StorageError("its compressed form in host is damaged") if is_bad else None for is_bad in bad.tolist()]
+
+    async def _from_host(
+        self, sequence: OpenedSequence, layer: int, numbers: Numbers, views: list[Bytes], _codecs: Codecs
+    ) -> Errors:
         """Copy out of host slots that blocks have got meanwhile."""
         host, cls = self._copies.host, self._copies.host_class(sequence.entry)
         begin = layer * sequence.entry.geometry.layer_stride
@@ -153,7 +186,9 @@ class PartFetcher:
             host.release(cls, slots)
         return [None] * numbers.size
 
-    async def _from_gpu(self, sequence: OpenedSequence, layer: int, numbers: Numbers, views: list[Bytes]) -> Errors:
+    async def _from_gpu(
+        self, sequence: OpenedSequence, layer: int, numbers: Numbers, views: list[Bytes], _codecs: Codecs
+    ) -> Errors:
         """Copy out of slots of a gpu, which the processor may not be able to read."""
         gpu = self._copies.gpu
         assert gpu is not None
@@ -172,7 +207,7 @@ class PartFetcher:
         return [None] * numbers.size
 
     async def _from_nowhere(
-        self, _sequence: OpenedSequence, _layer: int, numbers: Numbers, _views: list[Bytes]
+        self, _sequence: OpenedSequence, _layer: int, numbers: Numbers, _views: list[Bytes], _codecs: Codecs
     ) -> Errors:
         return [StorageError("the block is in no tier any more")] * numbers.size
 

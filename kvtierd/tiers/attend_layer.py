@@ -143,7 +143,7 @@ class LayerWork:
             self._tally.parts[tier] += int(np.count_nonzero(place == tier))
         mine = numbers[here]
         self._tally.note_lossy(self._copies, sequence, mine, place[here])
-        parts = self._form.in_slots(addresses[here], sequence.codecs[mine], mine, self._tokens(mine), place[here])
+        parts = self._form.in_slots(addresses[here], mine, self._tokens(mine), place[here])
         return parts, numbers[~here]
 
     def _tokens(self, numbers: Numbers) -> Numbers:
@@ -168,8 +168,7 @@ class LayerWork:
             begins = np.uint64(self._owner.ring.address(job.offset)) + which.astype(np.uint64) * np.uint64(
                 stream.part_bytes
             )
-            codecs = np.zeros(numbers.size, np.uint8)
-            parts = self._form.of_parts(begins, codecs, numbers, self._tokens(numbers), Place.NVME)
+            parts = self._form.of_parts(begins, job.codecs[which], numbers, self._tokens(numbers), Place.NVME)
             for piece in self._pieces(parts):
                 await self._owner.run(piece)
             self._tally.note_lossy(self._copies, self._sequence, numbers)

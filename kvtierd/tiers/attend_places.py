@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.core.geometry import Geometry
+from kvtierd.core.stored_form import Codec, EncodedLayout
+from kvtierd.gpu.attend import DTYPE_CODES, code_of
 from kvtierd.gpu.attend import Blocks as Parts
-from kvtierd.gpu.attend import code_of
 from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.tiers.blocks import Rows
 from kvtierd.tiers.copies import Copies
@@ -82,14 +83,16 @@ class LayerForm:
         self.layer = layer
         self.code = code_of(entry.geometry)
 
-    def in_slots(self, addresses: Addresses, codecs: Codecs, numbers: Numbers, tokens: Any, tiers: Any) -> Parts:
-        """Parts that lie in slots at these addresses; `numbers` are the blocks' places in the sequence."""
-        assert not codecs.any(), "only exact copies lie in slots"
+    def in_slots(self, addresses: Addresses, numbers: Numbers, tokens: Any, tiers: Any) -> Parts:
+        """Parts of blocks in exact form in slots at these addresses; `numbers` are their places in the sequence."""
         begins = addresses + np.uint64(self.layer * self.geometry.layer_stride)
-        return self.of_parts(begins, codecs, numbers, tokens, tiers)
+        return self.of_parts(begins, np.zeros(numbers.size, np.uint8), numbers, tokens, tiers)
 
     def of_parts(self, begins: Addresses, codecs: Codecs, numbers: Numbers, tokens: Any, tiers: Any) -> Parts:
-        """Parts that begin at these addresses."""
-        assert not codecs.any(), "only exact copies are read"
+        """Parts that begin at these addresses, each in the form that its codec gives it."""
+        dtypes, scales = np.full(numbers.size, self.code, np.uint8), np.zeros(numbers.size, np.uint64)
+        if (coded := codecs != Codec.RAW).any():
+            dtypes[coded] = DTYPE_CODES["fp8_e4m3"]
+            scales[coded] = begins[coded] + np.uint64(EncodedLayout(self.geometry).scales_offset)
         positions = numbers * self.geometry.block_size
-        return Parts.make(begins, tokens=tokens, positions=positions, dtypes=self.code, tiers=tiers)
+        return Parts.make(begins, tokens=tokens, positions=positions, dtypes=dtypes, scales=scales, tiers=tiers)

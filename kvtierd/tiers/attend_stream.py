@@ -16,7 +16,7 @@ import numpy as np
 from kvtierd.core.errors import StorageError
 from kvtierd.core.units import MIB
 from kvtierd.storage.layout import block_header_bytes
-from kvtierd.tiers.attend_places import Numbers
+from kvtierd.tiers.attend_places import Codecs, Numbers
 from kvtierd.tiers.attend_ring import StagingRing
 from kvtierd.tiers.sequences import OpenedSequence
 
@@ -30,13 +30,15 @@ HEADERS_MAX_BYTES = MIB
 class Job:
     """Parts of blocks `numbers` [k] of the sequence, one behind the other in a piece of the ring.
 
-    `errors` has None for each that is good, once it has arrived.
+    Once it has arrived, `errors` has None for each that is good, and `codecs` ([k], kvtierd.core.stored_form) the form
+    in which it is there.
     """
 
     stream: Stream
     numbers: Numbers
     offset: int
     size: int
+    codecs: Codecs
     errors: list[StorageError | None] = dataclasses.field(default_factory=list)
     failure: BaseException | None = None
 
@@ -181,7 +183,7 @@ class Stream:
         return max(self._depth.jobs, -(-self._depth.blocks // parts))
 
     def _launch(self, numbers: Numbers, offset: int, size: int) -> None:
-        job = Job(self, numbers, offset, size)
+        job = Job(self, numbers, offset, size, np.zeros(numbers.size, np.uint8))
         self._flying.add(job)
         task = asyncio.create_task(self._bring(job))
         self._tasks.add(task)

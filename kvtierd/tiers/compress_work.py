@@ -156,17 +156,6 @@ def decode(shapes: Shapes, item: Decoding, first: int, end: int) -> None:
         item.new_sums[layer] = layer_sum(exact[:size])
 
 
-def decode_layer(shapes: Shapes, source: Bytes, wanted: int, target: Bytes) -> bool:
-    """Decode one layer of stored form, [form.layer_stride], into `target`, [layer_stride]; both may begin alike.
-
-    Whether it was what its layer sum says; otherwise `target` may not be used.
-    """
-    coded = _aside(shapes.form.layer_stride)
-    coded[:] = source
-    shapes.layer.decode(coded, target)
-    return layer_sum(coded[: shapes.form.layer_bytes]) == wanted
-
-
 def loss_of(shapes: Shapes, encoded: Sequence[Bytes]) -> Loss:
     """What encoding these blocks lost; groups with Inf in them have no finite error and are left out."""
     groups, total, largest = 0, 0.0, 0.0

@@ -23,7 +23,7 @@ from kvtierd.gpu.attend import DTYPE_CODES
 from kvtierd.gpu.slot_pool import NO_SLOT, Slots
 from kvtierd.protocol.messages import CloseSequence, CountReply, Extend, OkReply, OpenSequence, SequenceReply
 from kvtierd.protocol.service import Answer, Session
-from kvtierd.tiers.attend_places import Addresses, Codecs, Numbers, Place, gpu_addresses, host_addresses, places_of
+from kvtierd.tiers.attend_places import Addresses, Numbers, Place, gpu_addresses, host_addresses, places_of
 from kvtierd.tiers.blocks import Rows
 from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.demand import Demand
@@ -55,7 +55,6 @@ class OpenedSequence:
     place: npt.NDArray[np.uint8]
     slots: Slots
     addresses: Addresses
-    codecs: Codecs
     sums: Sums
     known: npt.NDArray[np.bool_]
     calls: int = 0
@@ -221,7 +220,6 @@ class Sequences:
         sequence.place = np.concatenate([sequence.place, np.full(count, Place.NOWHERE, np.uint8)])
         sequence.slots = np.concatenate([sequence.slots, np.full(count, NO_SLOT, np.int32)])
         sequence.addresses = np.concatenate([sequence.addresses, np.zeros(count, np.uint64)])
-        sequence.codecs = np.concatenate([sequence.codecs, np.zeros(count, np.uint8)])
         sequence.sums = np.concatenate([sequence.sums, np.zeros((count, layers), np.uint64)])
         sequence.known = np.concatenate([sequence.known, np.zeros(count, np.bool_)])
         self._use(sequence, rows)
@@ -296,7 +294,6 @@ def _empty(number: int, session: int, entry: NamespaceEntry, ttl_ns: int) -> Ope
         place=np.empty(0, np.uint8),
         slots=np.empty(0, np.int32),
         addresses=np.empty(0, np.uint64),
-        codecs=np.empty(0, np.uint8),
         sums=np.empty((0, entry.geometry.layers), np.uint64),
         known=np.empty(0, np.bool_),
     )
