@@ -240,8 +240,8 @@ def _check_options(*, causal: bool, position: int | None, window: int, scale: fl
         raise ValueError(f"scale is {scale}; a finite number is wanted")
     if not (math.isfinite(soft_cap) and soft_cap >= 0):
         raise ValueError(f"soft_cap is {soft_cap}; 0 (none) or more is wanted")
-    if window < 0:
-        raise ValueError(f"window is {window}; 0 (none) or more is wanted")
+    if not 0 <= window < ANYWHERE:
+        raise ValueError(f"window is {window}; it must be in 0..{ANYWHERE - 1}, 0 for none")
     if not causal and (window or position is not None):
         raise ValueError("a window or a position has no meaning where every query sees every key; set causal")
     if position is not None and not 0 <= position < ANYWHERE:

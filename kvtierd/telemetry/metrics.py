@@ -153,7 +153,7 @@ _ROWS = (
     Metric("attend_ns", "counter", "nanoseconds that requests for attention took, each by itself"),
     Metric("attend_gpu_bytes", "counter", "KV that attention read in gpu slots"),
     Metric("attend_host_bytes", "counter", "KV that attention read in host slots"),
-    Metric("attend_nvme_bytes", "counter", "KV that attention read through the staging ring, most of it from disk"),
+    Metric("attend_nvme_bytes", "counter", "KV that attention read from disk"),
     Metric("attend_wasted_bytes", "counter", "parts brought ahead for a layer that was not asked for, or too late"),
     Metric("attend_failed_parts", "counter", "parts of blocks that could not be read where they were looked for"),
     Metric("attend_staging_bytes", "gauge", "size of the staging ring"),

@@ -135,6 +135,8 @@ class Attention:
         finally:
             self.sequences.end_call(sequence)
             self._running[session.id] -= 1
+            if not self._running[session.id]:
+                del self._running[session.id]
             counters["attend_ns"] += self._clock.now_ns() - begin_ns
             self._count(sequence, tally)
 
@@ -216,9 +218,10 @@ class Attention:
         self._copies.counters["attend_wasted_bytes"] += count
 
     def _count(self, sequence: OpenedSequence, tally: Tally) -> None:
-        size = sequence.entry.geometry.layer_bytes
-        for place, name in ((Place.GPU, "gpu"), (Place.HOST, "host"), (Place.NVME, "nvme")):
-            self._copies.counters[f"attend_{name}_bytes"] += tally.parts[place] * size
+        counters, size = self._copies.counters, sequence.entry.geometry.layer_bytes
+        counters["attend_gpu_bytes"] += tally.parts[Place.GPU] * size
+        counters["attend_host_bytes"] += tally.parts[Place.HOST] * size
+        counters["attend_nvme_bytes"] += tally.nvme_bytes
 
 
 def _answer(answers: list[Array], tally: Tally) -> Answer:

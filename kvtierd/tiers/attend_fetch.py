@@ -41,7 +41,7 @@ class PartFetcher:
     async def fetch(self, sequence: OpenedSequence, layer: int, job: Job) -> Errors:
         """Bring the parts of a job; None for each that came whole."""
         errors: Errors = [None] * job.numbers.size
-        places = places_of(self._copies, sequence.rows[job.numbers])
+        places = job.places = places_of(self._copies, sequence.rows[job.numbers])
         for place, bring in (
             (Place.NVME, self._from_nvme),
             (Place.SCATTERED, self._from_extents),

@@ -12,12 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.core.errors import CorruptionError, ErrorCode, RequestError, StorageError
+from kvtierd.core.geometry import Geometry
+from kvtierd.core.stored_form import form_of
 from kvtierd.gpu.attend import Array, AttentionDevice, Partial
 from kvtierd.gpu.attend import Blocks as Parts
 from kvtierd.gpu.slot_pool import Slots
 from kvtierd.protocol.messages import TIER_GPU, TIER_HOST
 from kvtierd.storage.interface import DiskError
-from kvtierd.tiers.attend_places import LayerForm, Numbers, Place, places_of
+from kvtierd.tiers.attend_places import Codecs, LayerForm, Numbers, Place, places_of
 from kvtierd.tiers.attend_request import LayerQuery
 from kvtierd.tiers.attend_ring import StagingRing
 from kvtierd.tiers.attend_stream import Job, Stream
@@ -34,6 +36,17 @@ class Tally:
     parts: collections.Counter[Place] = dataclasses.field(default_factory=collections.Counter)
     nvme_bytes: int = 0
     lossy: set[int] = dataclasses.field(default_factory=set)
+
+    def note_places(self, places: Codecs, codecs: Codecs, geometry: Geometry) -> None:
+        """Parts were brought from here, in these forms."""
+        on_disk = places == Place.NVME
+        in_gpu = (places == Place.GPU) | (places == Place.GPU_ONLY)
+        self.parts[Place.NVME] += int(np.count_nonzero(on_disk))
+        self.parts[Place.GPU] += int(np.count_nonzero(in_gpu))
+        self.parts[Place.HOST] += int(np.count_nonzero(~(on_disk | in_gpu)))
+        for codec in np.unique(codecs[on_disk]).tolist():
+            size = form_of(geometry, codec).layer_stride
+            self.nvme_bytes += int(np.count_nonzero(codecs[on_disk] == codec)) * size
 
     def note_lossy(
         self, copies: Copies, sequence: OpenedSequence, numbers: Numbers, places: npt.NDArray[np.uint8] | None = None
@@ -173,8 +186,7 @@ class LayerWork:
                 await self._owner.run(piece)
             self._tally.note_lossy(self._copies, self._sequence, numbers)
             self._left -= numbers.size
-            self._tally.parts[Place.NVME] += numbers.size
-            self._tally.nvme_bytes += numbers.size * stream.part_bytes
+            self._tally.note_places(job.places[which], job.codecs[which], self._form.geometry)
         finally:
             stream.done(job)
 

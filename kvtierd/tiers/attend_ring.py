@@ -74,6 +74,11 @@ class StagingRing:
         self._free.insert(at, (begin, end - begin))
         self._serve()
 
+    def look_again(self) -> None:
+        """Something has come that may give way: see whether somebody waits for its room."""
+        if self._waiters:
+            self._serve()
+
     def _find(self, size: int) -> int:
         for place, (offset, found) in enumerate(self._free):
             if found >= size:

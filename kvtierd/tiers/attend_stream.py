@@ -30,8 +30,8 @@ HEADERS_MAX_BYTES = MIB
 class Job:
     """Parts of blocks `numbers` [k] of the sequence, one behind the other in a piece of the ring.
 
-    Once it has arrived, `errors` has None for each that is good, and `codecs` ([k], kvtierd.core.stored_form) the form
-    in which it is there.
+    Once it has arrived, `errors` has None for each that is good, `codecs` ([k], kvtierd.core.stored_form) the form in
+    which it is there, and `places` ([k], `Place`) where it came from.
     """
 
     stream: Stream
@@ -39,6 +39,7 @@ class Job:
     offset: int
     size: int
     codecs: Codecs
+    places: Codecs
     errors: list[StorageError | None] = dataclasses.field(default_factory=list)
     failure: BaseException | None = None
 
@@ -183,7 +184,8 @@ class Stream:
         return max(self._depth.jobs, -(-self._depth.blocks // parts))
 
     def _launch(self, numbers: Numbers, offset: int, size: int) -> None:
-        job = Job(self, numbers, offset, size, np.zeros(numbers.size, np.uint8))
+        plain = np.zeros(numbers.size, np.uint8)
+        job = Job(self, numbers, offset, size, plain, plain.copy())
         self._flying.add(job)
         task = asyncio.create_task(self._bring(job))
         self._tasks.add(task)
@@ -203,6 +205,7 @@ class Stream:
                 self._ready.append(job)
             self._changed.set()
             if self._pump is None:
+                self._ring.look_again()
                 self.grow()
 
 

@@ -7,6 +7,7 @@ where it is when it is asked for. Nothing is brought anywhere and nothing is evi
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -27,11 +28,14 @@ from kvtierd.tiers.attend_places import Addresses, Numbers, Place, gpu_addresses
 from kvtierd.tiers.blocks import Rows
 from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.demand import Demand
-from kvtierd.tiers.leases import Register
+from kvtierd.tiers.leases import SESSION_SHARE, Register
 from kvtierd.tiers.namespaces import NamespaceEntry
 from kvtierd.tiers.sessions import keys_of, namespace_of, need_frames
 
 Frames = Sequence[memoryview]
+
+METADATA_MAX_BYTES = 256 << 20
+"""What is remembered of the blocks of all open sequences, most of it layer sums; one client gets a quarter."""
 
 USE_NS = 1_000_000_000
 """A sequence that is attended to again and again uses its blocks once in so long, not once for each layer and token."""
@@ -89,6 +93,8 @@ class Sequences:
         if copies.gpu is not None:
             self._budget[Place.GPU] = int(share * copies.gpu.device.capacity_bytes)
         self.held_bytes = {Place.HOST: 0, Place.GPU: 0}
+        self._metadata: collections.Counter[int] = collections.Counter()
+        """Bytes by session."""
         self.open: Register[OpenedSequence] = Register(settings.attention.max_sequences)
         self.on_close: Callable[[OpenedSequence], None] = lambda _sequence: None
 
@@ -100,6 +106,7 @@ class Sequences:
             raise RequestError(ErrorCode.BAD_ARGUMENT, f"ttl_ms is {request.ttl_ms}; 0 asks for the default")
         _check_computable(entry)
         rows = self._found(entry, keys, 0)
+        self._check_metadata(session.id, entry, rows.size)
         number = self.open.next_id(session.id)
         if number is None:
             message = f"too many sequences are open ({self.open.session_limit} a client); close some"
@@ -121,6 +128,7 @@ class Sequences:
             raise RequestError(
                 ErrorCode.BAD_ARGUMENT, "a key is in the sequence already; a sequence has every key once"
             )
+        self._check_metadata(session.id, sequence.entry, rows.size)
         self.touch(sequence)
         self._append(sequence, rows)
         return Answer(CountReply(id=0, count=sequence.rows.size))
@@ -211,7 +219,15 @@ class Sequences:
             raise RequestError(ErrorCode.BAD_ARGUMENT, "a key is named twice; a sequence has every key once")
         return rows
 
+    def _check_metadata(self, session: int, entry: NamespaceEntry, blocks: int) -> None:
+        more = blocks * _metadata_bytes(entry)
+        mine, total = self._metadata[session] + more, self._metadata.total() + more
+        if total > METADATA_MAX_BYTES or mine > METADATA_MAX_BYTES // SESSION_SHARE:
+            message = f"{blocks} more blocks in sequences of this session are over its limit; close some"
+            raise RequestError(ErrorCode.BUSY, message, retry_after_ms=100)
+
     def _append(self, sequence: OpenedSequence, rows: Rows) -> None:
+        self._metadata[sequence.session] += rows.size * _metadata_bytes(sequence.entry)
         self._copies.blocks.begin_move(rows)
         self._copies.blocks.link(np.concatenate([sequence.rows[-1:], rows]))
         count, layers = rows.size, sequence.entry.geometry.layers
@@ -244,11 +260,19 @@ class Sequences:
             self._release(sequence)
 
     def _release(self, sequence: OpenedSequence) -> None:
+        self._metadata[sequence.session] -= sequence.rows.size * _metadata_bytes(sequence.entry)
+        if not self._metadata[sequence.session]:
+            del self._metadata[sequence.session]
         for place in (Place.GPU, Place.HOST):
             slots = sequence.slots[sequence.place == place]
             self.held_bytes[place] -= slots.size * sequence.entry.geometry.slot_bytes
             unhold(self._copies, sequence.entry, place, slots)
         self._copies.blocks.end_move(sequence.rows)
+
+
+def _metadata_bytes(entry: NamespaceEntry) -> int:
+    """What a sequence remembers of one block."""
+    return 8 * entry.geometry.layers + 24
 
 
 def hold(copies: Copies, entry: NamespaceEntry, place: Place, rows: Rows) -> tuple[Slots, Addresses]:

@@ -41,6 +41,8 @@ async def ask(made, q, **fields):
         ({"heads": 0}, "0 heads"),
         ({"queries": 4, "heads": 3}, "3 heads, which is no multiple of the 2 KV heads"),
         ({"window": -1}, "window is -1"),
+        ({"window": 1 << 62}, "window is 4611686018427387904"),
+        ({"position": 1 << 62}, "position is 4611686018427387904"),
         ({"soft_cap": -2.0}, "soft_cap is -2.0"),
         ({"soft_cap": math.inf}, "soft_cap is inf"),
         ({"scale": math.nan}, "scale is nan"),

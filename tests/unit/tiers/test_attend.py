@@ -241,6 +241,37 @@ def test_parts_ahead_give_way_to_a_request():
     run(scenario, staging=BLOCKS * SHAPE.layer_stride)
 
 
+def test_parts_ahead_that_are_still_on_their_way_give_way_when_they_arrive():
+    class Slow(MemoryStore):
+        gate = None
+
+        async def read_layers(self, items):
+            if self.gate is not None:
+                await self.gate.wait()
+            return await super().read_layers(items)
+
+    store = Slow()
+
+    async def scenario(made):
+        other = await attending(made.rig, random_kv(SHAPE, BLOCKS, seed=5, model="other"))
+        for one in (made, other):
+            await one.place(["nvme"] * BLOCKS)
+        first, second = await made.open(), await other.open()
+        task = asyncio.create_task(check(made, first, queries(), 0))
+        while store.layer_reads < BLOCKS:
+            await asyncio.sleep(0)
+        store.gate = asyncio.Event()
+        await task
+        waiting = asyncio.create_task(check(other, second, queries(), 2))
+        await asyncio.sleep(0.05)
+        store.gate.set()
+        await asyncio.wait_for(waiting, 60)
+        await check(made, first, queries(), 1)
+        made.rig.manager.session_detached(other.session)
+
+    run(scenario, staging=SHAPE.layer_stride, store=store)
+
+
 def test_requests_at_once_take_turns():
     async def scenario(made):
         await made.place(["host"] * BLOCKS)

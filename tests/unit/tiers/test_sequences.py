@@ -218,3 +218,21 @@ def test_an_empty_sequence_can_be_extended_and_not_attended_to():
         await check(made, sequence, queries())
 
     run(scenario)
+
+
+def test_what_is_remembered_of_sequences_is_bounded_for_each_client(monkeypatch):
+    monkeypatch.setattr("kvtierd.tiers.sequences.METADATA_MAX_BYTES", 4 * 10 * (8 * SHAPE.layers + 24))
+
+    async def scenario(made):
+        first = await made.open()
+        error = await refused(made.open())
+        assert error.code == ErrorCode.BUSY
+        assert "7 more blocks" in str(error)
+        assert (await made.opened(3)).blocks == 3
+        other = await attending(made.rig, random_kv(SHAPE, 5, seed=6, model="other"))
+        await other.open()
+        made.rig.manager.session_detached(other.session)
+        await close(made, first)
+        await check(made, await made.open(), queries())
+
+    run(scenario)
