@@ -69,8 +69,7 @@ def _accumulator(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, _LANES.as_pointer())
 
 
-@intrinsic
-def _add_block(_context: Any, _acc: Any, _data: Any, _secret: Any) -> Any:
+def _block(_context: Any, _acc: Any, _data: Any, _secret: Any) -> Any:
     """Add a block of 1024 bytes at address `data` to the accumulator at address `acc`, and scramble it."""
 
     def generate(_codegen: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -87,8 +86,7 @@ def _add_block(_context: Any, _acc: Any, _data: Any, _secret: Any) -> Any:
     return types.void(types.uint64, types.uint64, types.uint64), generate
 
 
-@intrinsic
-def _add_stripe(_context: Any, _acc: Any, _data: Any, _secret: Any) -> Any:
+def _one_stripe(_context: Any, _acc: Any, _data: Any, _secret: Any) -> Any:
     """Add 64 bytes."""
 
     def generate(_codegen: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -98,6 +96,11 @@ def _add_stripe(_context: Any, _acc: Any, _data: Any, _secret: Any) -> Any:
         return _codegen.get_dummy_value()
 
     return types.void(types.uint64, types.uint64, types.uint64), generate
+
+
+# Assigned, and not decorated: a type checker would believe the first parameter to be the caller's.
+_add_block: Any = intrinsic(_block)
+_add_stripe: Any = intrinsic(_one_stripe)
 
 
 @helper
