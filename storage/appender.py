@@ -25,6 +25,7 @@ class Appender:
         self._ring = ring
         self._namespaces = namespaces
         self._bodies: dict[bytes, Bytes] = {}
+        self._sizes: dict[bytes, int] = {}
         self._lock = asyncio.Lock()
         self._run: Run | None = None
 
@@ -83,7 +84,10 @@ class Appender:
         """What the namespace's record takes, if this draft needs one in front of it."""
         if draft.kind is not Kind.BLOCK or (segment is not None and draft.namespace in segment.namespaces):
             return 0
-        return self.namespace_draft(draft.namespace).header_bytes
+        size = self._sizes.get(draft.namespace)
+        if size is None:
+            size = self._sizes[draft.namespace] = self.namespace_draft(draft.namespace).header_bytes
+        return size
 
     def _put(self, draft: Draft, segment: Segment, submit: Callable[[Run], None]) -> None:
         if self._run is None or self._run.segment is not segment or not self._run.takes(draft):

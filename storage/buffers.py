@@ -9,6 +9,9 @@ import numpy as np
 from kvtierd.core.checksum import Bytes
 from kvtierd.core.units import MIB, PAGE_BYTES
 
+HEADERS_BYTES = MIB
+"""For the headers of one request."""
+
 
 def page_buffer(size: int) -> Bytes:
     """Page-aligned, zeroed memory of its own, [size] uint8; freed with the last view of it."""
@@ -27,7 +30,26 @@ def huge_buffer(size: int) -> Bytes:
 
 def is_aligned(buffer: Bytes, alignment: int) -> bool:
     """Whether O_DIRECT takes this memory as it is."""
-    return buffer.ctypes.data % alignment == 0 and buffer.size % alignment == 0 and buffer.flags.c_contiguous
+    address: int = buffer.__array_interface__["data"][0]  # `ctypes` makes an object of it, for a microsecond
+    return address % alignment == 0 and buffer.size % alignment == 0 and buffer.flags.c_contiguous
+
+
+class HeaderMemory:
+    """Page-aligned memory for headers that outlives a step of a thread: pieces of [HEADERS_BYTES], used again."""
+
+    def __init__(self) -> None:
+        self._spare: list[Bytes] = []
+
+    def take(self) -> Bytes:
+        """A piece; any thread may take one."""
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return page_buffer(HEADERS_BYTES)
+
+    def give(self, memory: Bytes) -> None:
+        """Nobody uses this piece any more."""
+        self._spare.append(memory)
 
 
 class Scratch:
@@ -38,11 +60,10 @@ class Scratch:
 
     __slots__ = ("bounce", "headers")
 
-    HEADERS_BYTES = MIB
     BOUNCE_BYTES = MIB
 
     def __init__(self) -> None:
-        self.headers = page_buffer(self.HEADERS_BYTES)
+        self.headers = page_buffer(HEADERS_BYTES)
         self.bounce = page_buffer(self.BOUNCE_BYTES)
 
 

@@ -88,8 +88,8 @@ class Report:
 async def check_store(directory: Path, *, repair: bool = False, verify_data: bool = False) -> Report:
     """Check the store in a directory; nothing is changed without `repair`.
 
-    Raises StartupError: 74 for a directory that is none, a newer format or an error of the disk, 75 while a daemon uses
-    it. The lock file is written in any case where there is a store.
+    Raises StartupError: 74 for a directory that is none or has no store, a newer format or an error of the disk, 75
+    while a daemon uses it. The lock file is written in any case where there is a store.
     """
     if not directory.is_dir():
         raise StartupError(ExitCode.IO, f"{directory} is not a directory")
@@ -97,8 +97,11 @@ async def check_store(directory: Path, *, repair: bool = False, verify_data: boo
     checker = Checker(directory, repair=repair)
     lock = DirectoryLock(directory)
     if is_no_store(directory):
-        checker.report.note("superblock", "there is no store here")
-        return checker.report  # before the lock, whose file would stay in a folder that is none of ours
+        # Said before the lock is taken, whose file would stay in a folder that is none of ours.
+        raise StartupError(
+            ExitCode.IO,
+            f"there is no store in {directory}: it has neither a superblock nor a segment",
+        )
     lock.acquire()
     try:
         await checker.check(verify_data=verify_data)
@@ -145,7 +148,7 @@ class Checker:
         loaded = await load_index(self._files, block.uuid)
         before = len(self.report.findings)
         scanned = await self._check_index(loaded)
-        live = self._live(scanned, "a scan of all segments")
+        live = self._live(scanned, "a scan of all segments", is_repaired=False)
         if live is None:
             return
         lost = self._compare(loaded, scanned, live)
@@ -231,13 +234,14 @@ class Checker:
         last = data.rfind(FRAME_MAGIC)
         return name.startswith("journal") and (last < 0 or data.find(FRAME_MAGIC, last + 1) < 0)
 
-    def _live(self, facts: Facts, source: str) -> Live | None:
-        """The live blocks by some facts, which proves that they are disjoint."""
+    def _live(self, facts: Facts, source: str, *, is_repaired: bool) -> Live | None:
+        """The live blocks by some facts, which proves that they are disjoint; where they are not, `is_repaired` says
+        whether other facts take their place."""
         sizes = {number: segment.size_bytes for number, segment in self._segments.items()}
         try:
             return live_blocks(facts, self._lives, sizes)
         except ValueError as error:
-            self.report.problem(source, str(error))
+            self.report.problem(source, str(error), is_repaired=is_repaired)
             return None
 
     def _compare(self, loaded: Loaded, scanned: Facts, live: Live) -> set[int]:
@@ -250,7 +254,7 @@ class Checker:
             return set()
         self._note_damage(loaded.facts.heads)
         loaded.facts.add_scans([self._tail(number, scan, loaded.facts) for number, scan in self._scans.items()])
-        by_index = self._live(loaded.facts, "index")
+        by_index = self._live(loaded.facts, "index", is_repaired=self._repair)
         if by_index is None:
             return set()
         theirs = {_name(loaded.facts, row): row for row in by_index.rows}

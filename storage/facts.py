@@ -121,12 +121,6 @@ class Facts:
         """Take in kills whose `space` is our number."""
         self._kills.append(kills)
 
-    def extend(self, other: Facts) -> None:
-        """Take in what is numbered as ours; its heads are the later ones."""
-        self.add_blocks(other.blocks)
-        self.add_kills(other.kills)
-        self.heads.update(other.heads)
-
     def add_kills_of(self, other: Facts) -> None:
         """Take in the kills of facts that number namespaces otherwise."""
         if len(other.kills):

@@ -25,7 +25,10 @@ SPACE = struct.Struct("<II32s")
 END = struct.Struct("<QQ")
 """Body of an END frame: blocks in the file, bytes that the store has written in all its life."""
 BEGIN = struct.Struct("<Q")
-"""Body of a BEGIN frame: frames of the journal before this one that were on stable storage when it was begun."""
+"""Body of a BEGIN frame: frames of an earlier journal that were on stable storage when this one was begun, and in the
+bits from BETWEEN_SHIFT on how many journals lie between the two: those that had nothing on stable storage."""
+BETWEEN_SHIFT = 48
+BETWEEN_MAX = (1 << 64 - BETWEEN_SHIFT) - 1
 
 ENTRY_DTYPE = np.dtype(
     [
@@ -75,7 +78,8 @@ class Contents:
 
     `spaces` is digest and namespace by number; a namespace is None where only its digest is known, or its encoding
     could not be read. `blocks` and `kills` name these numbers. `valid_bytes` is where the valid frames end, `frames`
-    how many they are; `ended` is True for a whole checkpoint. `before` is what the file says of the journal before it.
+    how many they are; `ended` is True for a whole checkpoint. `before` and `between` are what BEGIN says of an earlier
+    journal.
     """
 
     spaces: dict[int, tuple[bytes, Namespace | None]]
@@ -85,6 +89,7 @@ class Contents:
     valid_bytes: int = 0
     frames: int = 0
     before: int = 0
+    between: int = 0
     ended: bool = False
     lifetime_bytes: int = 0
 
@@ -126,9 +131,9 @@ class FrameWriter:
         """Frames made so far."""
         return self._next
 
-    def begin(self, before: int) -> bytes:
+    def begin(self, before: int, between: int = 0) -> bytes:
         """The frame that starts a journal."""
-        return self._frame(FrameKind.BEGIN, 1, BEGIN.pack(before))
+        return self._frame(FrameKind.BEGIN, 1, BEGIN.pack(before | between << BETWEEN_SHIFT))
 
     def end(self, blocks: int, lifetime_bytes: int) -> bytes:
         """The frame that makes a checkpoint whole."""
@@ -152,7 +157,8 @@ def decode_file(data: bytes, uuid: bytes, file: int) -> Contents:
         if kind == FrameKind.NAMESPACES:
             spaces.update(_spaces(body, count))
         elif kind == FrameKind.BEGIN:
-            (found.before,) = BEGIN.unpack(body)
+            (word,) = BEGIN.unpack(body)
+            found.before, found.between = word & (1 << BETWEEN_SHIFT) - 1, word >> BETWEEN_SHIFT
         elif kind == FrameKind.END:
             blocks, found.lifetime_bytes = END.unpack(body)
             found.ended = blocks == sum(map(len, rows[FrameKind.BLOCKS]))  # means nothing in a journal

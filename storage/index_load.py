@@ -14,14 +14,14 @@ from kvtierd.storage.metadata import NEW_SUFFIX, MetadataFiles
 @dataclasses.dataclass(slots=True)
 class Loaded:
     """The index as found. `usable` says that from the whole checkpoint `base` on no journal is missing; else only the
-    kills in `facts` count, which hold wherever they were read. `last_frames` are the valid frames of the last journal.
-    `sizes` has every file of the index."""
+    kills in `facts` count, which hold wherever they were read. `frames` are the valid frames of each journal from
+    `base` on. `sizes` has every file of the index."""
 
     facts: Facts
     usable: bool = False
     base: int = 0
     last_number: int = 0
-    last_frames: int = 0
+    frames: dict[int, int] = dataclasses.field(default_factory=dict)
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
 
@@ -74,16 +74,17 @@ async def _load_from(number: int, journals: list[int], files: MetadataFiles, uui
         return False
     facts = Facts()
     facts.add_file(contents)
-    frames = 0
+    frames: dict[int, int] = {}
     for journal in wanted:
         part = await _load(index_name("journal", journal), journal, files, uuid, found)
-        if journal > number and frames < part.before:
+        earlier = journal - 1 - part.between
+        if earlier >= number and frames[earlier] < part.before:
             # What follows may say that it covers what was in the frames that are lost.
-            found.notes.append(f"{index_name('journal', journal - 1)} is damaged: {part.before} frames were there")
+            found.notes.append(f"{index_name('journal', earlier)} is damaged: {part.before} frames were there")
             return False
         facts.add_file(part)
-        frames = part.frames
-    found.last_frames = frames
+        frames[journal] = part.frames
+    found.frames = frames
     found.facts, found.usable, found.base = facts, True, number
     return True
 

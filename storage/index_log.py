@@ -14,7 +14,7 @@ import numpy as np
 
 from kvtierd.core.units import KIB, PAGE_BYTES
 from kvtierd.storage.facts import Facts, alive
-from kvtierd.storage.index_frames import HEAD_DTYPE, FrameKind, FrameWriter, Rows
+from kvtierd.storage.index_frames import BETWEEN_MAX, HEAD_DTYPE, FrameKind, FrameWriter, Rows
 from kvtierd.storage.index_load import Loaded, load_index
 from kvtierd.storage.layout import INDEX_FILES, index_name, index_number
 from kvtierd.storage.metadata import MetadataFiles
@@ -35,10 +35,10 @@ class IndexLog:
         self._base = loaded.base
         self._last = loaded.last_number
         self._writer: FrameWriter | None = None
-        self._safe_frames = loaded.last_frames
-        """Frames of the last journal that are on stable storage."""
-        self._before = 0
-        """Those of the journal before it, when it was begun."""
+        self._safe = max(((number, count) for number, count in loaded.frames.items() if count), default=(self._last, 0))
+        """The last journal that has frames on stable storage, and how many."""
+        self._before = 0, 0
+        """What the present journal says of that: frames, and how many journals lie between."""
         self._sizes = dict(loaded.sizes)
         self._turn = asyncio.Lock()
         self._lifetime_bytes = loaded.facts.lifetime_bytes
@@ -106,7 +106,7 @@ class IndexLog:
         assert self._writer is not None
         name = index_name("journal", self._last)
         if facts:
-            frames = [self._writer.begin(self._before)] if not self._writer.frames else []
+            frames = [self._writer.begin(*self._before)] if not self._writer.frames else []
             frames += encode_facts(facts, self._writer)
             frames.append(self._writer.end(0, self._lifetime_bytes + written_bytes(self._counters)))
             data = b"".join(frames)
@@ -114,13 +114,14 @@ class IndexLog:
             self._sizes[name] = self._sizes.get(name, 0) + len(data)
             self._counters["journal_bytes"] += len(data)
             await self._files.sync(name)
-            self._safe_frames = self._writer.frames
+            self._safe = self._last, self._writer.frames
 
     async def _next_journal(self) -> None:
         number = self._last + 1
         await self._files.create(index_name("journal", number))
+        between = self._last - self._safe[0]
+        self._before = (self._safe[1], between) if between <= BETWEEN_MAX else (0, 0)
         self._last = number
-        self._before, self._safe_frames = self._safe_frames, 0
         self._writer = FrameWriter(self._uuid, number)
         self._sizes[index_name("journal", number)] = 0
 
@@ -135,9 +136,9 @@ class IndexLog:
             keep_kills = not is_covered()
             self._writer = None
             await self._next_journal()
-            number, before = self._last, self._before
+            number, (journal, count) = self._last, self._safe
         loaded = await load_index(self._files, self._uuid, below=number)
-        if not loaded.usable or loaded.last_frames < before:
+        if not loaded.usable or (journal >= loaded.base and loaded.frames.get(journal, 0) < count):
             raise OSError(0, "; ".join(loaded.notes) or "the journal lacks what was written to it")
         lifetime = self._lifetime_bytes + written_bytes(self._counters)
         writer = FrameWriter(self._uuid, number)

@@ -164,6 +164,11 @@ class PosixIo:
         return Space(info.f_bavail * info.f_frsize, info.f_blocks * info.f_frsize)
 
 
+def open_to_read(path: Path) -> PosixFile:
+    """Open a file that may be another process's: writing to it fails with EBADF."""
+    return PosixFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC), 1)
+
+
 def make_allocated(path: Path, size_bytes: int) -> None:
     """Make a new file with all its space taken; leaves nothing behind when it fails."""
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -10,13 +10,18 @@ from kvtierd.core.checksum import Bytes, block_sum, layer_sums
 from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.stored_form import Codec, form_of
-from kvtierd.storage.buffers import Scratch
+from kvtierd.core.units import KIB, MIB
+from kvtierd.storage.buffers import HEADERS_BYTES, Scratch
 from kvtierd.storage.interface import DiskError, ReadItem
 from kvtierd.storage.io import read_exact
 from kvtierd.storage.layout import BlockShape, block_shape, codec_problem
 from kvtierd.storage.record import Kind, Life, RecordHeader, decode, stored_sums
 from kvtierd.storage.segment import Segment
-from kvtierd.storage.writer import RUN_BYTES, RUN_RECORDS
+from kvtierd.storage.writer import RUN_RECORDS
+
+RUN_BYTES = 4 * MIB + 64 * KIB
+"""Neighbours are read in requests of this size: larger ones leave threads without work where few blocks are read, and
+keep a block waiting for the last one of its request."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -59,7 +64,7 @@ class ReadRun:
             and self.end == extent.offset
             and self.length + extent.length <= RUN_BYTES
             and len(self.fetches) < RUN_RECORDS
-            and self.headers + fetch.shape.header_bytes <= Scratch.HEADERS_BYTES
+            and self.headers + fetch.shape.header_bytes <= HEADERS_BYTES
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import struct
 from collections.abc import Sequence
 
 import msgspec
@@ -17,6 +18,9 @@ from kvtierd.core.stored_form import Codec
 from kvtierd.core.units import PAGE_BYTES
 from kvtierd.storage import layout
 from kvtierd.storage.layout import CHECKED_FROM, CODECS, FORMAT_VERSION, RECORD, RECORD_MAGIC
+
+_CHECKSUM = struct.Struct("<Q")
+_ZEROS = memoryview(bytes(layout.MAX_HEADER_BYTES))
 
 
 class Kind(enum.IntEnum):
@@ -115,11 +119,12 @@ def encode(header: RecordHeader, body: Bytes, life: Life, target: Bytes) -> None
         header.scale_bytes,
         header.origin or header.sequence if life.version > 1 else 0,
     )
-    RECORD.pack_into(target.data, 0, RECORD_MAGIC, 0, *fields)
-    target[RECORD.size : end] = body
-    target[end:] = 0
-    checksum = xxhash.xxh3_64_intdigest(target[CHECKED_FROM:].data, life.seed)
-    target[8:16] = np.frombuffer(checksum.to_bytes(8, "little"), np.uint8)
+    # By way of memoryviews: each assignment to an array would let go of the GIL, and wait to have it again.
+    data = target.data
+    RECORD.pack_into(data, 0, RECORD_MAGIC, 0, *fields)
+    data[RECORD.size : end] = body.data
+    data[end:] = _ZEROS[: len(data) - end]
+    _CHECKSUM.pack_into(data, 8, xxhash.xxh3_64_intdigest(data[CHECKED_FROM:], life.seed))
 
 
 def claimed_header_bytes(page: Bytes, life: Life, offset: int) -> int:

@@ -268,6 +268,7 @@ class Ring:
             await self._pool.submit(lambda scratch: self._write_header(segment, life, scratch))
         except OSError as error:
             raise DiskError(f"cannot recycle {segment.path}: {error.strerror or error}") from error
+        self.header_written()
 
     def _announce(self, segment: Segment) -> None:
         rows = segment.rows

@@ -57,7 +57,7 @@ class Rows:
         pairs = (rows.offsets, offsets), (rows.lengths, lengths), (rows.sequences, sequences), (rows.prints, prints)
         for target, column in pairs:
             target.frombytes(np.ascontiguousarray(column, np.uint64).tobytes())
-        rows.tags.extend(NO_TAG for _ in range(len(offsets)))
+        rows.tags = array("q", [NO_TAG]) * len(offsets)
         rows.states = bytearray([RowState.LIVE]) * len(offsets)
         return rows
 

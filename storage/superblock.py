@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import os
 from pathlib import Path
@@ -14,9 +13,9 @@ import xxhash
 from kvtierd.core.errors import ExitCode, StartupError
 from kvtierd.core.units import PAGE_BYTES
 from kvtierd.storage.layout import CHECKED_FROM, FORMAT_VERSION, READABLE_VERSIONS, SUPERBLOCK, SUPERBLOCK_MAGIC
+from kvtierd.storage.metadata import AioMetadata
 
 NAME = "superblock"
-NEW_NAME = "superblock.new"
 COPIES = 2
 
 
@@ -73,29 +72,9 @@ async def load(directory: Path) -> Superblock | None:
 async def create(directory: Path) -> Superblock:
     """Make a store's superblock, whole or not at all; epoch 0."""
     superblock = Superblock(os.urandom(16), 0)
-    new = directory / NEW_NAME
-    try:
-        async with aiofiles.open(new, "wb") as file:
-            for copy in range(COPIES):
-                await file.write(encode(superblock, copy))
-            await file.flush()
-            await asyncio.to_thread(os.fdatasync, file.fileno())
-        await asyncio.to_thread(_publish, new, directory)
-    except OSError:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise
+    # Its name is on stable storage too: segments without a superblock would be refused.
+    await AioMetadata(directory).replace(NAME, [encode(superblock, copy) for copy in range(COPIES)])
     return superblock
-
-
-def _publish(new: Path, directory: Path) -> None:
-    """Give the file its name, on stable storage: segments without a superblock would be refused."""
-    new.replace(directory / NAME)
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 async def update(directory: Path, superblock: Superblock) -> None:

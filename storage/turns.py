@@ -11,7 +11,7 @@ import math
 
 from kvtierd.core.units import MIB
 
-WRITE_SHARE = 0.31
+WRITE_SHARE = 0.33
 """Share of the device's time that writes get while reads wait too. Reads shall keep 0.6 of the speed that they have
 alone and writes 0.3 of theirs: what is left over pays for changing between them, and for what both sides want of the
 processors. Writes get a little more than this, in the gaps between reads."""
@@ -108,6 +108,7 @@ class Turns:
         self._owed_ns = 0.0
         self._writing = False
         self._writes_wait = False
+        self._reads_wait = False
         self._changed_ns = 0
         self._read_ns = -CALM_NS
 
@@ -117,8 +118,8 @@ class Turns:
 
     def next(self, waiting_reads: int, waiting_writes: int, now_ns: int) -> Lane | None:
         """Which lane's first request may start now; None while the device has enough, or nothing waits."""
-        self._writes_wait = waiting_writes > 0
         self._account(now_ns)
+        self._reads_wait, self._writes_wait = waiting_reads > 0, waiting_writes > 0
         if self._owed_ns >= SLICE_NS:
             self._writing = True
         elif self._owed_ns <= 0:
@@ -161,7 +162,8 @@ class Turns:
         self._measure(lane, bytes_done, waiting, now_ns)
 
     def _account(self, now_ns: int) -> None:
-        """What reads take of the device while writes wait is owed to these, and paid back in turns."""
+        """What reads take of the device while writes wait is owed to these, and paid back in turns. A turn may end
+        late, with its last request; then the next one comes later."""
         elapsed, self._changed_ns = now_ns - self._changed_ns, now_ns
         reads, writes = self.in_flight
         if not (self._writes_wait or writes):
@@ -169,7 +171,8 @@ class Turns:
         elif reads + writes:
             share = reads / (reads + writes)
             self._owed_ns += elapsed * (share * WRITE_SHARE / (1 - WRITE_SHARE) - (1 - share))
-            self._owed_ns = min(max(self._owed_ns, 0.0), 2.0 * SLICE_NS)
+            least = -2.0 * SLICE_NS if self._reads_wait or reads else 0.0
+            self._owed_ns = min(max(self._owed_ns, least), 2.0 * SLICE_NS)
 
     def _measure(self, lane: Lane, bytes_done: int, waiting: int, now_ns: int) -> None:
         """A window counts only while more wait than go: else its speed is the caller's and not the device's."""

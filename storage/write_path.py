@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.core.namespace import Namespace
 from kvtierd.storage.appender import Appender, tombstone_drafts
+from kvtierd.storage.buffers import HeaderMemory
 from kvtierd.storage.interface import Extent, WriteItem
 from kvtierd.storage.pool import IoPool
 from kvtierd.storage.record import Kill, Kind
 from kvtierd.storage.ring import Ring
 from kvtierd.storage.segment import Segment, Unsynced, fingerprint
-from kvtierd.storage.writer import Draft, Run, block_draft, check_run, item_error, write_run
+from kvtierd.storage.writer import Draft, Run, block_draft, item_error, prepare_run, write_run
 
 MAX_PENDING_KILLS = 65_536
 """When so many blocks wait to be struck out, the disk takes nothing at all: no more writes are tried before it does."""
@@ -36,6 +37,7 @@ class WritePath:
         self._batches: set[asyncio.Future[None]] = set()
         self._pending_kills: list[Kill] = []
         self._lost_namespaces: set[bytes] = set()
+        self._headers = HeaderMemory()
 
     def drafts(self, items: Sequence[WriteItem]) -> list[Draft]:
         """Items as records to write; `error` is set in what cannot be one."""
@@ -143,13 +145,17 @@ class WritePath:
                 self._enter_unplaced(draft)
 
     async def _execute(self, run: Run) -> None:
-        submitted = self._pool.write(lambda _: check_run(run), lambda scratch: write_run(run, scratch), run.length)
+        submitted = self._pool.write(
+            lambda _: prepare_run(run, self._headers.take()), lambda scratch: write_run(run, scratch), run.length
+        )
         try:
             await submitted
         finally:
             if crash := submitted.exception():
                 for draft in run.drafts:
                     draft.error = StorageError(f"the write request failed: {crash!r}")
+            if run.memory.size:
+                self._headers.give(run.memory)
             run.segment.unsynced.dirty = True
             for draft in run.drafts:
                 self._enter(run.segment, draft)

@@ -12,18 +12,18 @@ from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.core.keys import KEY_BYTES
 from kvtierd.core.stored_form import Codec, form_of
 from kvtierd.core.units import KIB, MIB
-from kvtierd.storage.buffers import Scratch
+from kvtierd.storage.buffers import HEADERS_BYTES, Scratch
 from kvtierd.storage.interface import DiskError, WriteItem
 from kvtierd.storage.io import write_exact
 from kvtierd.storage.layout import block_shape, codec_problem, header_bytes
 from kvtierd.storage.record import Kill, Kind, Life, RecordHeader, encode
 from kvtierd.storage.segment import Segment
 
-RUN_BYTES = 2 * MIB + 64 * KIB
-"""Small records are gathered into requests of this size, so that a batch keeps all threads busy; a larger record is a
-request of its own."""
+RUN_BYTES = 4 * MIB + 64 * KIB
+"""Records are gathered into requests of this size: the way from one request to the next counts for little beside what
+it takes the disk, and a read that comes meanwhile waits for no longer one. A larger record is a request of its own."""
 RUN_RECORDS = 128
-"""Most records of a request: their headers fit the scratch, their buffers one system call."""
+"""Most records of a request: their headers fit the memory for them, their buffers one system call."""
 
 assert RUN_RECORDS * 2 < 1024  # IOV_MAX
 EMPTY = np.empty(0, np.uint8)
@@ -57,13 +57,14 @@ class Draft:
 
 @dataclasses.dataclass(slots=True)
 class Run:
-    """Drafts placed one behind the other in one segment: one write request."""
+    """Drafts placed one behind the other in one segment: one write request. `memory` is for their headers."""
 
     segment: Segment
     life: Life
     drafts: list[Draft] = dataclasses.field(default_factory=list)
     length: int = 0
     headers: int = 0
+    memory: Bytes = dataclasses.field(default_factory=lambda: EMPTY)
 
     def add(self, draft: Draft) -> None:
         """Take in a record that lies behind the last one."""
@@ -76,21 +77,29 @@ class Run:
         return not self.drafts or (
             self.length + draft.length <= RUN_BYTES
             and len(self.drafts) < RUN_RECORDS
-            and self.headers + draft.header_bytes <= Scratch.HEADERS_BYTES
+            and self.headers + draft.header_bytes <= HEADERS_BYTES
         )
 
 
-def check_run(run: Run) -> None:
-    """Verify each source; what is not good leaves a hole. Outcomes are left in `Draft.error`."""
+def prepare_run(run: Run, memory: Bytes) -> None:
+    """Verify each source, and encode the headers into `memory` ([>= run.headers] uint8) in the order of the drafts.
+
+    What is not good leaves a hole. Outcomes are left in `Draft.error`.
+    """
+    run.memory = memory
+    used = 0
     for draft in run.drafts:
         draft.error = _source_error(draft)
+        if draft.error is None:
+            _encode(draft, run.life, memory[used : used + draft.header_bytes])
+        used += draft.header_bytes
 
 
 def write_run(run: Run, scratch: Scratch) -> None:
-    """Write what `check_run` found good. Outcomes are left in `Draft.error`."""
-    for piece in _pieces(run.drafts):
+    """Write what `prepare_run` found good. Outcomes are left in `Draft.error`."""
+    for piece, used in _pieces(run.drafts):
         try:
-            _write_piece(run, piece, scratch)
+            _write_piece(run, piece, used, scratch)
         except OSError as error:
             where = f"segment {run.life.segment} at {piece[0].offset}"
             for draft in piece:
@@ -126,27 +135,27 @@ def _source_error(draft: Draft) -> StorageError | None:
     )
 
 
-def _pieces(drafts: list[Draft]) -> Iterator[list[Draft]]:
-    """Split at records that are not written."""
+def _pieces(drafts: list[Draft]) -> Iterator[tuple[list[Draft], int]]:
+    """Split at records that are not written: (drafts, where their headers begin in the run's memory)."""
     piece: list[Draft] = []
+    begin = end = 0
     for draft in drafts:
         if draft.error is None:
             piece.append(draft)
         elif piece:
-            yield piece
+            yield piece, begin
             piece = []
+        end += draft.header_bytes
+        begin = begin if piece else end
     if piece:
-        yield piece
+        yield piece, begin
 
 
-def _write_piece(run: Run, piece: list[Draft], scratch: Scratch) -> None:
+def _write_piece(run: Run, piece: list[Draft], used: int, scratch: Scratch) -> None:
     buffers: list[Bytes] = []
-    used = 0
     for draft in piece:
-        page = scratch.headers[used : used + draft.header_bytes]
+        buffers.append(run.memory[used : used + draft.header_bytes])
         used += draft.header_bytes
-        _encode(draft, run.life, page)
-        buffers.append(page)
         if draft.item is not None:
             buffers.append(draft.item.data)
     write_exact(run.segment.file, buffers, piece[0].offset, scratch)

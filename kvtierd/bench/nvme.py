@@ -125,7 +125,7 @@ class FioDisk:
 def rows(options: Options) -> Iterator[Row]:
     """Measure offload and onboard of both sizes, then both at once."""
     fio.find_fio()
-    amount = max(options.rounds(1024, 256) * MIB, align_up(2 * l3_bytes(), STORE_BYTES))
+    amount = max(options.rounds(1024, 512) * MIB, align_up(2 * l3_bytes(), STORE_BYTES))
     need_memory(4 * amount)
     settings = {
         "gpu__capacity": 0,

@@ -3,53 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Sequence
+import asyncio
 from pathlib import Path
 
 from kvtierd.cli.errors import CommandError, Failure
 from kvtierd.core.checksum import Bytes
 from kvtierd.core.stored_form import Codec
-from kvtierd.core.units import PAGE_BYTES
 from kvtierd.storage import superblock
 from kvtierd.storage.buffers import Scratch
 from kvtierd.storage.headers import read_headers
+from kvtierd.storage.io_posix import PosixFile, open_to_read
 from kvtierd.storage.layout import segment_id
 from kvtierd.storage.payloads import read_record, record_problem
 from kvtierd.storage.record import Kind, Life, RecordHeader, stored_kills, stored_namespace
 from kvtierd.storage.scan import Scanner
-
-
-class ReadOnlyFile:
-    """A segment's file that is only read, so that it may be another process's."""
-
-    alignment = 1
-
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def size_bytes(self) -> int:
-        """Length of the file."""
-        return os.fstat(self._fd).st_size
-
-    def allocated_bytes(self) -> int:
-        """What it takes on the disk."""
-        return os.fstat(self._fd).st_blocks * 512
-
-    def read(self, buffers: Sequence[Bytes], offset: int) -> int:
-        """One preadv."""
-        return os.preadv(self._fd, [buffer.data for buffer in buffers], offset)
-
-    def write(self, buffers: Sequence[Bytes], offset: int) -> int:
-        """Never."""
-        raise PermissionError(f"{len(buffers)} buffers at {offset}: the file is open for reading only")
-
-    def sync(self) -> None:
-        """Nothing was written."""
-
-    def close(self) -> None:
-        """Close."""
-        os.close(self._fd)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     if number is None:
         raise CommandError(Failure.USAGE, f"{args.segment} is no segment; its name would be like segment-000000")
     try:
-        file = ReadOnlyFile(args.segment)
+        file = open_to_read(args.segment)
     except OSError as error:
         raise CommandError(Failure.IO, f"cannot open {args.segment}: {error.strerror}") from error
     try:
@@ -77,17 +44,15 @@ def run(args: argparse.Namespace) -> int:
 def _uuid(directory: Path) -> bytes:
     """Of the store that the segment lies in."""
     try:
-        data = (directory / superblock.NAME).read_bytes()
+        found = asyncio.run(superblock.load(directory))
     except OSError as error:
         raise CommandError(Failure.IO, f"cannot read the superblock in {directory}: {error.strerror}") from error
-    copies = [superblock.decode(data[at : at + PAGE_BYTES]) for at in (0, PAGE_BYTES)]
-    valid = [copy for copy in copies if copy is not None]
-    if not valid:
-        raise CommandError(Failure.IO, f"the superblock in {directory} has no valid copy")
-    return max(valid, key=lambda copy: copy.epoch).uuid
+    if found is None:
+        raise CommandError(Failure.IO, f"{directory} has no superblock with a valid copy")
+    return found.uuid
 
 
-def _dump(file: ReadOnlyFile, number: int, uuid: bytes, *, verify: bool) -> None:
+def _dump(file: PosixFile, number: int, uuid: bytes, *, verify: bool) -> None:
     scratch = Scratch()
     header = read_headers(file, number, uuid, scratch)
     if header.problem:
@@ -123,7 +88,7 @@ def describe(record: RecordHeader, view: Bytes) -> str:
     return f"{start}{record.key.hex()[:16]} of {record.namespace.hex()[:16]}, {shape}{again}"
 
 
-def _verified(file: ReadOnlyFile, life: Life, record: RecordHeader) -> str:
+def _verified(file: PosixFile, life: Life, record: RecordHeader) -> str:
     try:
         view = read_record(file, record.offset, record.length, Scratch())
     except OSError as error:

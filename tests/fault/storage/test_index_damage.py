@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from kvtierd.storage.checker import Verdict, check_store
+from kvtierd.storage.facts import Facts, Head
+from kvtierd.storage.index_load import load_index
+from kvtierd.storage.index_log import IndexLog
+from kvtierd.storage.metadata import AioMetadata
 from tests.fault.storage.test_checker import COUNT, FIELDS, filled, found
 from tests.fault.storage.test_damage import flip
 from tests.unit.storage.blocks import ON_A_MODEL, known, opened, put, run
@@ -74,5 +79,54 @@ def test_any_flipped_bit_in_a_journal_costs_nothing_that_was_flushed(folder: Pat
                 flip(victim / journal.name, byte, byte % 8)
                 assert await found(victim) == set(range(1, COUNT)), (journal.name, byte)
                 shutil.rmtree(victim)
+
+    run(check)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["nothing is appended", "the append fails"])
+def test_journal_without_frames_hides_no_damage_of_the_one_before(folder: Path, fails: bool) -> None:
+    """What follows says how much was there, though a journal with nothing on stable storage lies between."""
+    uuid = bytes(16)
+
+    class Refusing(AioMetadata):
+        refuses = False
+
+        async def append(self, name: str, data: bytes) -> None:
+            if self.refuses:
+                raise OSError(5, "no")
+            await super().append(name, data)
+
+    def facts(generation: int) -> Facts:
+        new = Facts()
+        new.heads[0] = Head(generation, 4096, sealed=False)
+        return new
+
+    async def check() -> None:
+        folder.mkdir(exist_ok=True)
+        files = Refusing(folder)
+        log = IndexLog(files, uuid, await load_index(files, uuid), Counter())
+        await log.begin()
+        await log.append(facts(1))
+        await log.append(facts(2))
+        files.refuses = fails
+        for _ in range(2):
+            if fails:
+                with pytest.raises(OSError, match="no"):
+                    await log.append(facts(3))
+            else:  # an opening that appends nothing
+                log = IndexLog(files, uuid, await load_index(files, uuid), Counter())
+                await log.append(Facts())
+        files.refuses = False
+        if not fails:
+            log = IndexLog(files, uuid, await load_index(files, uuid), Counter())
+        await log.append(facts(3))
+        await files.close()
+        assert len(list(folder.glob("journal-*"))) >= 3
+        assert (await load_index(files, uuid)).usable
+        journal = folder / "journal-000001"
+        flip(journal, journal.stat().st_size - 1)
+        damaged = await load_index(files, uuid)
+        assert not damaged.usable
+        assert any("journal-000001 is damaged" in note for note in damaged.notes)
 
     run(check)

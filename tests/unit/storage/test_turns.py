@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from kvtierd.core.units import MIB
-from kvtierd.storage.turns import SLICE_NS, Depth, Lane, Turns
+from kvtierd.storage.turns import SLICE_NS, WRITE_SHARE, Depth, Lane, Turns
 
 READ, WRITE = Lane.READ, Lane.WRITE
 MS = 1_000_000
@@ -20,7 +20,15 @@ class Device:
     """Serves requests at `speeds` (bytes a nanosecond), shared by all that are in flight; one alone gets at most
     1 / `parallel` of it."""
 
-    def __init__(self, turns: Turns, *, speeds: tuple[float, float] = (1.2, 3.0), parallel: int = 1) -> None:
+    def __init__(
+        self,
+        turns: Turns,
+        *,
+        speeds: tuple[float, float] = (1.2, 3.0),
+        parallel: int = 1,
+        sizes: tuple[int, int] = (BLOCK, BLOCK),
+    ) -> None:
+        self.sizes = sizes
         self.turns = turns
         self.speeds = speeds
         self.parallel = parallel
@@ -35,24 +43,33 @@ class Device:
         since = [self.now_ns, self.now_ns]
         while self.now_ns < end:
             while (lane := self.turns.next(*waiting(self.now_ns), self.now_ns)) is not None:
-                self.turns.begin(lane, BLOCK, self.now_ns)
+                size = self.sizes[lane]
+                self.turns.begin(lane, size, self.now_ns)
                 number += 1
                 share = max(len(self.flying) + 1, self.parallel)
-                takes = int(BLOCK / self.speeds[lane] * share)
+                takes = int(size / self.speeds[lane] * share)
                 heapq.heappush(self.flying, (self.now_ns + takes, number, lane, self.now_ns))
             if not self.flying:
                 self.now_ns += MS
                 continue
             done, _, lane, _ = heapq.heappop(self.flying)
             self.now_ns = max(self.now_ns, done)
-            self.turns.end(lane, BLOCK, waiting(self.now_ns)[lane], self.now_ns)
+            self.turns.end(lane, self.sizes[lane], waiting(self.now_ns)[lane], self.now_ns)
             self.latencies[lane].append(self.now_ns - since[lane])
             since[lane] = self.now_ns
-            self.moved[lane] += BLOCK
+            self.moved[lane] += self.sizes[lane]
 
     def rate(self, lane: Lane, milliseconds: int) -> float:
         """Bytes a nanosecond in a run."""
         return self.moved[lane] / (milliseconds * MS)
+
+
+@pytest.mark.parametrize("write_bytes", [2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB])
+def test_turn_of_writes_that_ends_late_is_made_up_for(write_bytes: int) -> None:
+    device = Device(Turns(4), speeds=(2.0, 2.0), sizes=(BLOCK, write_bytes))
+    device.run(4000, both)
+    assert device.rate(READ, 4000) / 2.0 == pytest.approx(1 - WRITE_SHARE, abs=0.03)
+    assert device.rate(WRITE, 4000) / 2.0 >= 0.25
 
 
 def both(_now_ns: int) -> tuple[int, int]:
