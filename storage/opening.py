@@ -60,7 +60,8 @@ async def open_store(
     loading = asyncio.create_task(load_index(files, block.uuid))
     segments: list[Segment] = []
     try:
-        _allow_files(len(numbers))
+        if numbers:
+            _allow_files(len(numbers))
         for number in numbers:
             # One by one, so that those opened so far are closed when the next cannot be.
             path = directory / segment_name(number)
