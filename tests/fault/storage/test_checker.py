@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +14,6 @@ from kvtierd.core.errors import ExitCode, StartupError
 from kvtierd.core.units import KIB
 from kvtierd.storage import headers, superblock
 from kvtierd.storage.checker import Report, Verdict, check_store
-from kvtierd.storage.facts import Facts
-from kvtierd.storage.index_load import load_index
-from kvtierd.storage.index_log import IndexLog
-from kvtierd.storage.metadata import AioMetadata
 from kvtierd.storage.record import Life
 from kvtierd.storage.superblock import Superblock
 from tests.fault.storage.test_damage import FIRST, RECORD, flip
@@ -332,31 +327,5 @@ def test_recycling_that_a_kill_cut_off_between_the_two_copies_is_no_problem(fold
         async with opened(folder, **FIELDS) as (_, recovered):
             assert all(extent.segment != 0 for extent in recovered.extents), "the later life has no records"
         assert first.read_bytes()[-4096:] == first.read_bytes()[:4096], "a start makes the copies equal"
-
-    run(check)
-
-
-def test_index_with_overlapping_blocks_is_made_anew(folder: Path) -> None:
-    async def check() -> None:
-        await filled(folder)
-        block = await superblock.load(folder)
-        assert block is not None
-        files = AioMetadata(folder)
-        loaded = await load_index(files, block.uuid)
-        wrong = Facts()
-        wrong.spaces = loaded.facts.spaces
-        rows = loaded.facts.blocks.copy()
-        rows["segment"] = rows["segment"][rows["sequence"].argmin()]
-        rows["page"] = 1 + np.arange(len(rows))
-        wrong.add_blocks(rows)
-        wrong.heads = loaded.facts.heads
-        await IndexLog(files, block.uuid, loaded, Counter()).replace_all(wrong)
-        await files.close()
-        report = await check_store(folder)
-        assert any("overlap" in what for what in problems(report)), problems(report)
-        assert report.verdict is Verdict.BROKEN
-        assert (await check_store(folder, repair=True)).verdict is Verdict.REPAIRED
-        assert (await check_store(folder)).verdict is Verdict.CLEAN
-        assert await found(folder) == set(range(1, COUNT))
 
     run(check)

@@ -6,14 +6,16 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from kvtierd.storage import superblock
 from kvtierd.storage.checker import Verdict, check_store
 from kvtierd.storage.facts import Facts, Head
 from kvtierd.storage.index_load import load_index
 from kvtierd.storage.index_log import IndexLog
 from kvtierd.storage.metadata import AioMetadata
-from tests.fault.storage.test_checker import COUNT, FIELDS, filled, found
+from tests.fault.storage.test_checker import COUNT, FIELDS, filled, found, problems
 from tests.fault.storage.test_damage import flip
 from tests.unit.storage.blocks import ON_A_MODEL, known, opened, put, run
 
@@ -128,5 +130,31 @@ def test_journal_without_frames_hides_no_damage_of_the_one_before(folder: Path, 
         damaged = await load_index(files, uuid)
         assert not damaged.usable
         assert any("journal-000001 is damaged" in note for note in damaged.notes)
+
+    run(check)
+
+
+def test_index_with_overlapping_blocks_is_made_anew(folder: Path) -> None:
+    async def check() -> None:
+        await filled(folder)
+        block = await superblock.load(folder)
+        assert block is not None
+        files = AioMetadata(folder)
+        loaded = await load_index(files, block.uuid)
+        wrong = Facts()
+        wrong.spaces = loaded.facts.spaces
+        rows = loaded.facts.blocks.copy()
+        rows["segment"] = rows["segment"][rows["sequence"].argmin()]
+        rows["page"] = 1 + np.arange(len(rows))
+        wrong.add_blocks(rows)
+        wrong.heads = loaded.facts.heads
+        await IndexLog(files, block.uuid, loaded, Counter()).replace_all(wrong)
+        await files.close()
+        report = await check_store(folder)
+        assert any("overlap" in what for what in problems(report)), problems(report)
+        assert report.verdict is Verdict.BROKEN
+        assert (await check_store(folder, repair=True)).verdict is Verdict.REPAIRED
+        assert (await check_store(folder)).verdict is Verdict.CLEAN
+        assert await found(folder) == set(range(1, COUNT))
 
     run(check)
