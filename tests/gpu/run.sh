@@ -21,4 +21,5 @@ else
     echo "tests/gpu/run.sh: no torch, so no table of times: pip install 'kvtierd[gpu]'" >&2
 fi
 # GPUDirect Storage where nvme.io finds it, else its fallback, against fio's POSIX reads and writes.
-timeout 60 "$(dirname "$python")/kvtierctl" bench nvme --quick || echo "tests/gpu/run.sh: the nvme bench did not finish" >&2
+timeout 60 "$(dirname "$python")/kvtierctl" bench nvme --quick ||
+    echo "tests/gpu/run.sh: the nvme bench did not finish" >&2
