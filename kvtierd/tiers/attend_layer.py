@@ -97,7 +97,8 @@ class LayerWork:
         self._holds: list[tuple[Place, Slots]] = []
         self._stream: Stream | None = None
         self._tried: set[int] = set()
-        self._left = 0
+        self._missing = np.zeros(0, np.bool_)
+        """Blocks whose parts are brought and have not been computed yet."""
         self._partials: list[Partial] = []
 
     async def run(self, dtype: str) -> list[Array]:
@@ -110,7 +111,8 @@ class LayerWork:
     async def _compute_all(self) -> None:
         """Compute what has arrived first, so that the ring has room again."""
         here, brought = self._plan()
-        self._left = brought.size
+        self._missing = np.zeros(self._sequence.rows.size, np.bool_)
+        self._missing[brought] = True
         stream = self._stream = self._owner.stream(self._sequence, self._query.layer, brought)
         pieces = self._pieces(here)
         while True:
@@ -124,7 +126,7 @@ class LayerWork:
                 break
             else:
                 await stream.wait()
-        assert self._left == 0, f"{self._left} parts never came"
+        assert not self._missing.any(), f"{np.count_nonzero(self._missing)} parts never came"
         self._owner.look_ahead(self._sequence, self._query.layer, brought)
 
     def close(self) -> None:
@@ -173,7 +175,8 @@ class LayerWork:
         """Compute the parts of a job."""
         try:
             good = np.array([error is None for error in job.errors])
-            wanted = (job.numbers >= self._query.span.begin) & (job.numbers < self._query.span.end)
+            # What was brought ahead may be computed where it lies by now, or be outside of what the queries see.
+            wanted = self._missing[job.numbers]
             if not (good | ~wanted).all():
                 self._bring_again(stream, job, np.flatnonzero(wanted & ~good))
             which = np.flatnonzero(good & wanted)
@@ -185,7 +188,7 @@ class LayerWork:
             for piece in self._pieces(parts):
                 await self._owner.run(piece)
             self._tally.note_lossy(self._copies, self._sequence, numbers)
-            self._left -= numbers.size
+            self._missing[numbers] = False
             self._tally.note_places(job.places[which], job.codecs[which], self._form.geometry)
         finally:
             stream.done(job)

@@ -40,7 +40,8 @@ def test_corruption_is_a_storage_error_and_all_are_ours() -> None:
 def test_codes_on_the_wire_do_not_change() -> None:
     assert " ".join(code.value for code in ErrorCode) == (
         "bad_frames bad_header bad_version bad_argument batch_too_large no_session stale_epoch unknown_namespace "
-        "geometry_mismatch not_yours checksum_mismatch busy too_large deadline unavailable shutting_down internal"
+        "geometry_mismatch not_yours checksum_mismatch not_present busy too_large deadline unavailable shutting_down "
+        "internal"
     )
 
 
