@@ -202,8 +202,9 @@ class Attention:
     def _shed_one(self) -> bool:
         """A request needs room in the ring: give up what nobody waits for."""
         for number in list(self._ahead):
-            wasted = self._ahead[number].shed()
-            if self._ahead[number].ended:
+            stream = self._ahead[number]
+            wasted = stream.shed()
+            if stream.ended:
                 del self._ahead[number]
             if wasted:
                 self._wasted(wasted)

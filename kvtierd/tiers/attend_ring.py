@@ -28,6 +28,7 @@ class StagingRing:
         self._memory: Bytes | None = None
         self._free: list[tuple[int, int]] = [(0, size_bytes)]
         """Free pieces as (offset, bytes), by offset; neighbours are joined."""
+        self._serving = False
         self._waiters: collections.deque[tuple[int, asyncio.Future[int]]] = collections.deque()
 
     def view(self, offset: int, size: int) -> Bytes:
@@ -89,6 +90,15 @@ class StagingRing:
 
     def _serve(self) -> None:
         """Give the first in the row what is there."""
+        if self._serving:
+            return  # what gives way calls `give` from within the loop below, which looks again by itself
+        self._serving = True
+        try:
+            self._serve_row()
+        finally:
+            self._serving = False
+
+    def _serve_row(self) -> None:
         while self._waiters:
             size, waiter = self._waiters[0]
             if waiter.done():
@@ -96,7 +106,6 @@ class StagingRing:
                 continue
             offset = self._find(size)
             if offset < 0:
-                # What gives way comes back through `give`, which may have served the row by then.
                 if not self.on_pressure():
                     return
                 continue
