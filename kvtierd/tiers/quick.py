@@ -1,9 +1,9 @@
 """The common cases of Lookup, Acquire, Reserve and Commit, each one call of compiled code (kvtierd.tiers.steps).
 
-Whatever is not common is left to `reads.py` and `writes.py`, which can do everything: LRU, prefixes tracked by the
-front, blocks in extents of other sizes or in gpu, a class that thrashes, namespaces with a time to live, the first
-slabs. `None` as an answer says so, and nothing was done then. Both ways have the same effects;
-tests/property/tiers/test_quick_ways.py holds them to it.
+Whatever is not common is left to `reads.py` and `granting.py`, which can do everything: LRU, prefixes tracked by the
+front, blocks in extents of other sizes, in FP8 or in gpu, or not verified yet after a restart, namespaces with a time
+to live, a class that thrashes, the first slabs. `None` as an answer says so, and nothing was done then. Both ways have
+the same effects; tests/property/tiers/test_quick_ways.py holds them to it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvtierd.core.checksum import Sums
 from kvtierd.core.clock import Clock
-from kvtierd.core.keys import Keys
+from kvtierd.core.keys import KEY_BYTES, Keys
 from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.index.board import Board
 from kvtierd.index.long_lookups import LONG_KEYS
@@ -31,9 +31,9 @@ from kvtierd.tiers.namespaces import NamespaceEntry
 from kvtierd.tiers.room import Room
 from kvtierd.tiers.sessions import state_of
 from kvtierd.tiers.steps import evicting, places, reading, storing
-from kvtierd.tiers.steps.parts import DESCRIPTOR_BYTES
+from kvtierd.tiers.steps.records import DESCRIPTOR_BYTES
 
-_NO_KEYS = np.empty((0, 32), np.uint8)
+_NO_KEYS = np.empty((0, KEY_BYTES), np.uint8)
 _NO_BYTES = np.empty(0, np.uint8)
 
 
@@ -169,7 +169,7 @@ class Quick:
         rows, slots = np.empty(count, np.int32), np.empty(count, np.int32)
         position, chain = np.empty(count, np.int64), np.empty(count, np.int32)
         ids, descriptors = np.empty(count, np.uint64), np.empty((count, DESCRIPTOR_BYTES), np.uint8)
-        keys_out = _NO_BYTES if self._copies.events is None else np.empty(count * 32, np.uint8)
+        keys_out = _NO_BYTES if self._copies.events is None else np.empty(count * KEY_BYTES, np.uint8)
         before = _parent(want)
         while True:
             granted = storing.reserve(
@@ -236,7 +236,9 @@ class Quick:
             gone = told[evicting.FORGOTTEN]
             if gone and self._copies.events is not None:
                 names = keys_out.tobytes()
-                self._copies.events.removed([names[at : at + 32] for at in range(0, 32 * gone, 32)], "host")
+                self._copies.events.removed(
+                    [names[at : at + KEY_BYTES] for at in range(0, KEY_BYTES * gone, KEY_BYTES)], "host"
+                )
 
     def _in_gpu(self) -> bool:
         return self._blocks.copies[TIER_GPU] > 0

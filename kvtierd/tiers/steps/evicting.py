@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvtierd.core.keys import KEY_BYTES
+from kvtierd.gpu.slot_pool import NO_SLOT, ORPHAN
 from kvtierd.index.bitmap import choose, write
 from kvtierd.index.block_table import free_rows
 from kvtierd.index.board import number_of
@@ -12,20 +14,17 @@ from kvtierd.index.jit import Word, helper, subroutine
 from kvtierd.index.update import delete
 from kvtierd.policy.key_filter import see
 from kvtierd.policy.leaves import name_victims, remove_slots
+from kvtierd.protocol.messages import TIER_HOST
 from kvtierd.tiers.blocks import GONE, PREFETCHED, RESIDENT, VISIBLE
 from kvtierd.tiers.steps import places as at
 from kvtierd.tiers.steps.parts import next_generation, words_of_rows
-from kvtierd.tiers.steps.reading import FLAGS, GPU_SLOT, HOST_SLOT, MARKS, TIER_HOST
+from kvtierd.tiers.steps.records import FLAGS, HOST_SLOT, MARKS, MOVES
 
-NO_SLOT, ORPHAN = -1, -2
-MOVES = 29
-"""16-bit word of a record."""
-KEY_BYTES = 32
 _SET, _CLEAR, _REMEMBER = True, False, True
 
-VICTIMS, LOST, WASTED, FORGOTTEN, IN_GPU = range(5)
-"""Words of what eviction tells: slots emptied, blocks that had no other copy, blocks fetched ahead for nothing, keys
-written down of blocks that are forgotten, and blocks that have a copy in gpu still."""
+VICTIMS, LOST, WASTED, FORGOTTEN = range(4)
+"""Words of what eviction tells: slots emptied, blocks that had no other copy, blocks fetched ahead for nothing, and
+blocks that are forgotten."""
 
 
 @subroutine
@@ -52,7 +51,6 @@ def _leave_host(board: Word, victims: Word, rows: Word, now_ms: Word, bare: Word
         left_ms[row] = now_ms
         told[LOST] += int(octets[row, FLAGS] & RESIDENT == TIER_HOST)
         told[WASTED] += int(octets[row, MARKS] & PREFETCHED != 0)
-        told[IN_GPU] += int(words[row, GPU_SLOT] >= 0)
         octets[row, MARKS] &= np.uint8(0xFF - PREFETCHED)
         words[row, HOST_SLOT] = NO_SLOT
         octets[row, FLAGS] &= np.uint8(0xFF - TIER_HOST)

@@ -13,15 +13,17 @@ from kvtierd.policy.history import observe
 from kvtierd.policy.leaves import use_slots
 from kvtierd.policy.rates import fit_if_due
 from kvtierd.tiers.steps import places as at
-
-DESCRIPTOR_BYTES = 24
-"""As SLOT_DTYPE of the protocol: chunk u32, status u8, source u8, 2 bytes, offset u64, generation u64."""
-_STATUS_AT, _SOURCE_AT, _OFFSET_AT, _GENERATION_AT = 4, 5, 8, 16
+from kvtierd.tiers.steps.records import (
+    DESCRIPTOR_BYTES,
+    GENERATION_AT,
+    LAST_ACCESS,
+    NAMESPACE,
+    OFFSET_AT,
+    SOURCE_AT,
+    STATUS_AT,
+)
 
 _CHAINED = True
-
-HEAT_WORD, LAST_ACCESS_WORD = 13, 12
-"""32-bit words of a record: heat is the upper half of the one whose lower half is the namespace."""
 
 
 @helper
@@ -53,10 +55,10 @@ def describe(board: Word, cls: Word, slots: Word, where: Word, status: Word, sou
         slot, begin = np.int64(slots[index]), where[index] * DESCRIPTOR_BYTES
         run = slot >> shift
         store_i32(out, begin, np.int32(numbers[run_slab[run]]))
-        store_i32(out, begin + _STATUS_AT, np.int32(0))
-        out[where[index], _STATUS_AT], out[where[index], _SOURCE_AT] = status, sources[index]
-        store_u64(out, begin + _OFFSET_AT, np.uint64((run_first[run] + (slot & mask)) * slot_bytes))
-        store_u64(out, begin + _GENERATION_AT, generation[slot])
+        store_i32(out, begin + STATUS_AT, np.int32(0))
+        out[where[index], STATUS_AT], out[where[index], SOURCE_AT] = status, sources[index]
+        store_u64(out, begin + OFFSET_AT, np.uint64((run_first[run] + (slot & mask)) * slot_bytes))
+        store_u64(out, begin + GENERATION_AT, generation[slot])
 
 
 @helper
@@ -109,11 +111,11 @@ def heat_up(board: Word, rows: Word, now_s: Word, half_life_s: Word) -> None:
     words = at.words_of(board, at.WORDS)
     for index in range(rows.size):
         row = rows[index]
-        packed = np.uint32(words[row, HEAT_WORD])
-        units = decayed(np.int64(packed >> np.uint32(16)), np.uint32(words[row, LAST_ACCESS_WORD]), now_s, half_life_s)
+        packed = np.uint32(words[row, NAMESPACE])
+        units = decayed(np.int64(packed >> np.uint32(16)), np.uint32(words[row, LAST_ACCESS]), now_s, half_life_s)
         packed = (packed & np.uint32(0xFFFF)) | (np.uint32(heated(units)) << np.uint32(16))
-        words[row, HEAT_WORD] = np.int32(packed)
-        words[row, LAST_ACCESS_WORD] = np.int32(np.uint32(now_s))
+        words[row, NAMESPACE] = np.int32(packed)
+        words[row, LAST_ACCESS] = np.int32(np.uint32(now_s))
 
 
 @subroutine

@@ -13,6 +13,7 @@ from kvtierd.index import probe
 from kvtierd.index.board import BOARD, Words64, number_of
 from kvtierd.index.jit import Word, compiled, helper
 from kvtierd.index.layout import KEYS, ROW_NUMBERS, Keys, Rows
+from kvtierd.protocol.messages import TIER_HOST, TIER_NVME
 from kvtierd.tiers.blocks import PREFETCHED, RESIDENT, RETURNED, VISIBLE
 from kvtierd.tiers.steps import places as at
 from kvtierd.tiers.steps.parts import (
@@ -25,17 +26,11 @@ from kvtierd.tiers.steps.parts import (
     words_of_keys,
     words_of_rows,
 )
-
-FLAGS, MARKS = 56, 57
-"""Bytes of a record."""
-HOST_SLOT, GPU_SLOT, NEXT_ROW, NAMESPACE = 8, 9, 15, 13
-"""32-bit words of a record."""
-TIER_HOST, TIER_NVME = 2, 4
+from kvtierd.tiers.steps.records import FLAGS, HOST_SLOT, MARKS, NAMESPACE, NEXT_ROW
 
 FOUND, AHEAD_USED, AHEAD_LATE, NOT_ON_NVME, NEXT = range(5)
 """Words of what `acquire` tells: blocks found, of those fetched ahead how many were there in time and how many not,
 blocks without a copy on nvme, and whether a block behind them, in the window, is not in host."""
-OUT_WORDS = 8
 
 Bytes = npt.NDArray[np.uint8]
 BYTES = types.uint8[::1]

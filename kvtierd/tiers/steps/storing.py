@@ -14,11 +14,12 @@ from kvtierd.index.layout import KEYS, ROW_NUMBERS, Keys, Rows
 from kvtierd.index.probe import lookup
 from kvtierd.index.update import insert
 from kvtierd.policy.key_filter import see
+from kvtierd.protocol.messages import SLOT_BUSY, SLOT_EXISTS, SLOT_GRANTED, TIER_HOST
 from kvtierd.tiers.blocks import VISIBLE, WRITING
+from kvtierd.tiers.slot_tier import MAX_SCAN
 from kvtierd.tiers.steps import places as at
 from kvtierd.tiers.steps.evicting import evict, take_free
 from kvtierd.tiers.steps.parts import (
-    DESCRIPTOR_BYTES,
     describe,
     heat_up,
     observe_request,
@@ -28,30 +29,16 @@ from kvtierd.tiers.steps.parts import (
     words_of_keys,
     words_of_rows,
 )
-from kvtierd.tiers.steps.reading import (
-    BYTES,
-    FLAGS,
-    HOST_SLOT,
-    NAMESPACE,
-    NEXT_ROW,
-    TIER_HOST,
-    Bytes,
-    row_of,
-    slot_of_row,
-)
-
-GRANTED, EXISTS, BUSY = 0, 1, 2
-"""As SLOT_* of the protocol."""
-_STATUS_AT = 4
+from kvtierd.tiers.steps.reading import BYTES, Bytes, row_of, slot_of_row
+from kvtierd.tiers.steps.records import FLAGS, HOST_SLOT, NAMESPACE, NEXT_ROW, STATUS_AT
 
 NEEDS_SLAB, LEFT_ALONE = -1, -2
 """Answers of `reserve` that changed nothing: a spare slab would give it its slots; the block table has no rows."""
 
-NEW, NO_ROW, RETURNED, SHORT = range(5, 9)
+NEW, NO_ROW, RETURNED, SHORT = range(4, 8)
 """Words of what `reserve` tells, behind those of eviction: new rows, keys that got none, rows whose blocks had left the
 tier lately, and slots missing."""
 TOLD_WORDS = 16
-SCAN_MAX = 4096
 _REMEMBER = False
 
 
@@ -137,11 +124,11 @@ def _begin_descriptors(board: Word, chain: Word, position: Word, ids: Word, desc
     for index in range(chain.size):
         if chain[index] < 0:
             without += 1
-            descriptors[index, _STATUS_AT], ids[index] = BUSY, np.uint64(0)
+            descriptors[index, STATUS_AT], ids[index] = SLOT_BUSY, np.uint64(0)
         else:
-            descriptors[index, _STATUS_AT], ids[index] = EXISTS, records[chain[index], 0]
+            descriptors[index, STATUS_AT], ids[index] = SLOT_EXISTS, records[chain[index], 0]
     for index in range(position.size):
-        descriptors[position[index], _STATUS_AT] = BUSY
+        descriptors[position[index], STATUS_AT] = SLOT_BUSY
     return without
 
 
@@ -187,7 +174,7 @@ def reserve(
     # What is there of the request may not go to make its room.
     _hold(board, used, 1)
     if new > free:
-        free += evict(board, cls, new - free, SCAN_MAX, was, now_ms, keys_out, told)
+        free += evict(board, cls, new - free, MAX_SCAN, was, now_ms, keys_out, told)
     _hold(board, used, -1)
     granted = min(new, free)
     told[SHORT] = new - granted
@@ -200,7 +187,7 @@ def reserve(
     if chain.size:
         tell_policy(board, cls, used, kinds, paces, before, now)
     nowhere = np.zeros(granted, np.uint8)
-    describe(board, cls, slots[:granted], position[:granted], np.uint8(GRANTED), nowhere, descriptors)
+    describe(board, cls, slots[:granted], position[:granted], np.uint8(SLOT_GRANTED), nowhere, descriptors)
     return int(granted)
 
 
@@ -240,6 +227,3 @@ def commit(
     heat_up(board, rows, now_s, half_life_s)
     tell_ghosts(board, words_of_rows(at.records_of(board, at.RECORDS), rows), number_of(cls, at.SLOT_BYTES) >> 12)
     return int(rows.size)
-
-
-assert DESCRIPTOR_BYTES > _STATUS_AT
