@@ -1,8 +1,8 @@
 """`kvtierctl bench start`: from spawning `kvtierd` on an empty store to ready, and what it then holds in memory.
 
 The clock runs from before the process is spawned until its readiness line has arrived, interpreter start and imports
-included. A start before the measured ones fills the kernel cache. Each start has a store of its own, so that nothing
-is recovered.
+included. A start before the measured ones fills the kernel cache where `kvtierctl precompile` has not. Each start has
+a store of its own, so that nothing is recovered.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def rows(options: Options) -> Iterator[Row]:
 
 
 def _start(folder: Path, name: str) -> _Start:
-    daemon = EmbeddedDaemon(folder / name, gpu__device="host", cache_dir=folder / "kernels")
+    daemon = EmbeddedDaemon(folder / name, gpu__device="host")
     seconds = timed(daemon.start)
     try:
         total, pools = resident_bytes(daemon.pid)

@@ -114,10 +114,12 @@ def _load(settings: Settings) -> Compose:
     """Load all code. The first import of a kernel fixes the cache's folder, so that must be chosen before."""
     for name, value in THREADING.items():
         os.environ.setdefault(name, value)
+    from kvtierd.daemon.compiler_memory import give_back_compiler
     from kvtierd.daemon.kernels import choose_cache, load_kernels
 
     cache = choose_cache(settings.cache_dir)
     logger.info("kernels loaded in %.2f s; %s", load_kernels(_tell_loading), cache.note)
+    give_back_compiler()
     from kvtierd.daemon.composition import compose
 
     return compose
