@@ -9,6 +9,7 @@ from typing import Self
 
 from kvtierd.core.keys import Keys
 from kvtierd.protocol.asking import Asking
+from kvtierd.protocol.attention_batch import AttendBatch, AttendMany, AttendOne
 from kvtierd.protocol.attention_plans import ATTEND_TIMEOUT_S, Array, Attended, Options, OutputDtype, SequencePlans
 from kvtierd.protocol.results import NamespaceHandle
 from kvtierd.protocol.waiting import Driver
@@ -78,6 +79,10 @@ class Sequence:
         chosen = options or Options()
         return self._driver.run(self._plans.attend(layers, queries, sinks, chosen, self._deadline_ns(timeout_s)))
 
+    def ask(self, layer: int, q: Array, options: Options) -> AttendOne:
+        """As `attend`, as one of those that `Client.attend_many` takes. Raises ValueError for what is no query."""
+        return AttendOne(self._plans, *self._plans.prepare([layer], [q], None, options))
+
     def close(self) -> None:
         """End it; does not wait, and a second call does nothing."""
         self._driver.post(self._plans.give_back)
@@ -111,7 +116,18 @@ class SyncAttention:
         asked of it are `timeout_s`, by default `attend_timeout_s`. Raises RequestError `not_present` naming the first
         key that is not stored, Unavailable without a daemon.
         """
-        chosen = self.attend_timeout_s if timeout_s is None else timeout_s
+        chosen = self._attend_timeout_s(timeout_s)
         plans = SequencePlans(self._asking, namespace, keys, 0 if ttl_s is None else max(1, int(ttl_s * 1000)))
         self._driver.run(plans.open(time.monotonic_ns() + int(chosen * 1e9)))
         return Sequence(self._driver, plans, chosen)
+
+    def attend_many(self, asks: Many[AttendOne], *, timeout_s: float | None = None) -> AttendMany:
+        """Send what `Sequence.ask` made, of several sequences, and do not wait: `result` of what is returned does.
+
+        Raises Unavailable without a daemon, RequestError where a sequence must be opened again and cannot be.
+        """
+        deadline_ns = time.monotonic_ns() + int(self._attend_timeout_s(timeout_s) * 1e9)
+        return AttendMany(self._driver, AttendBatch(self._asking, asks, deadline_ns))
+
+    def _attend_timeout_s(self, timeout_s: float | None) -> float:
+        return self.attend_timeout_s if timeout_s is None else timeout_s

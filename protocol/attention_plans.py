@@ -120,9 +120,16 @@ class SequencePlans:
         deadline_ns: int,
     ) -> Plan[list[Attended]]:
         """Attention of each layer's queries."""
+        request, frames = self.prepare(layers, queries, sinks, options)
+        return self.answers(request, (yield from self._ask(request, frames, deadline_ns)))
+
+    def prepare(
+        self, layers: Sequence[int], queries: Sequence[Array], sinks: Sequence[Array] | None, options: Options
+    ) -> tuple[Attend, list[Frame]]:
+        """The request, but for the number of the sequence, and its frames. Raises ValueError for what is no query."""
         self._check_open()
         shape, dtype = _common_shape(layers, queries)
-        frames = [raw(np.ascontiguousarray(q)) for q in queries]
+        frames: list[Frame] = [raw(np.ascontiguousarray(q)) for q in queries]
         if sinks is not None:
             frames += [raw(np.ascontiguousarray(part, np.float32)) for part in sinks]
         request = Attend(
@@ -142,11 +149,32 @@ class SequencePlans:
             sinks=sinks is not None,
             output=options.output,
         )
-        received = yield from self._ask(request, frames, deadline_ns)
+        return request, frames
+
+    def answers(self, request: Attend, received: Received | None) -> list[Attended]:
+        """What a reply says, layer by layer. Raises Unavailable where there is none, RequestError for an error."""
         self._asking.insist(received, AttendReply)
         assert received is not None
-        v_dim = self._handle.geometry.v_dim or options.v_dim
-        return _answers(received[1], len(layers), (*shape[:2], v_dim), options.output or dtype)
+        v_dim = self._handle.geometry.v_dim or request.v_dim
+        shape = (request.queries, request.heads, v_dim)
+        return _answers(received[1], len(request.layers), shape, request.output or request.dtype)
+
+    def addressed(self, request: Extend | Attend, deadline_ns: int) -> Plan[int | None]:
+        """Put its number into a request, opening it anew where it must be: the session; None without a daemon."""
+        connection = self._asking.connection
+        if (yield from self._asking.ready([self._handle], deadline_ns)) is None:
+            return None
+        if self._session_no != connection.session_no:
+            yield from self.open(deadline_ns)
+        request.sequence = self._number
+        return self._session_no
+
+    def ended(self, received: Received | None, deadline_ns: int) -> bool:
+        """Whether a reply says that it has ended there, or that nobody was reached: it may be asked again, once."""
+        if not self._has_ended(received, deadline_ns):
+            return False
+        self._session_no = -1
+        return True
 
     def give_back(self) -> None:
         """End it, without waiting; a second call does nothing."""
@@ -162,17 +190,13 @@ class SequencePlans:
         """Ask about the sequence; once more where it had ended, or its session had, and could be opened again."""
         received: Received | None = None
         for attempt in range(2):
-            connection = self._asking.connection
-            if (yield from self._asking.ready([self._handle], deadline_ns)) is None:
+            session_no = yield from self.addressed(request, deadline_ns)
+            if session_no is None:
                 return None
-            if self._session_no != connection.session_no:
-                yield from self.open(deadline_ns)
-            request.sequence = self._number
             asked: list[tuple[AnyRequest, Sequence[Frame]]] = [(request, frames)]
-            (received,) = yield Ask(asked, self._session_no, deadline_ns)
-            if attempt or not self._has_ended(received, deadline_ns):
+            (received,) = yield Ask(asked, session_no, deadline_ns)
+            if attempt or not self.ended(received, deadline_ns):
                 break
-            self._session_no = -1
         return received
 
     def _has_ended(self, received: Received | None, deadline_ns: int) -> bool:
