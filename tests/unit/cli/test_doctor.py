@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -13,6 +14,7 @@ from kvtierd.cli import main as cli
 from kvtierd.cli.finding import Finding, Verdict
 from kvtierd.config.schema import Gpu, Host, Nvme, Server, Settings
 from kvtierd.core.errors import ErrorCode, RequestError
+from kvtierd.protocol.mapping import SharedMapping
 
 GIB = 1 << 30
 
@@ -111,14 +113,21 @@ def test_memory_that_is_not_there_is_named(sys_folder: Path, settings: Settings)
 
 
 @pytest.mark.parametrize(
-    ("shown", "verdict"),
-    [("always within_size [advise] never", Verdict.OK), ("always [never] deny", Verdict.NOTE), (None, Verdict.NOTE)],
+    ("refused", "shown", "verdict", "text"),
+    [
+        (0, "always [never] deny", Verdict.OK, "lies in them"),
+        (errno.EINVAL, "always never [deny]", Verdict.NOTE, "shmem_enabled is deny"),
+        (errno.EINVAL, None, Verdict.NOTE, "Invalid argument"),
+    ],
 )
-def test_huge_pages_of_shared_memory(sys_folder: Path, shown: str | None, verdict: Verdict) -> None:
+def test_huge_pages_of_shared_memory(
+    sys_folder: Path, monkeypatch: pytest.MonkeyPatch, refused: int, shown: str | None, verdict: Verdict, text: str
+) -> None:
     if shown is not None:
         _write(sys_folder / "kernel/mm/transparent_hugepage/shmem_enabled", shown)
+    monkeypatch.setattr(SharedMapping, "collapse", lambda _mapping: refused)
     (finding,) = doctor_checks._huge_pages()
-    assert finding.verdict is verdict
+    assert (finding.verdict, text in finding.text) == (verdict, True)
 
 
 @pytest.mark.parametrize(("source", "verdict"), [("tsc", Verdict.OK), ("hpet", Verdict.WARN)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -185,3 +186,34 @@ def test_an_arena_socket_that_says_nothing_is_given_up(folder: Path) -> None:
         listener.listen()
         with pytest.raises(ArenaError, match="did not answer"):
             Arena.attach(path, bytes(16), time.monotonic_ns() + 50_000_000)
+
+
+@pytest.mark.parametrize("nbytes", [8192, mapping.HUGE_PAGE_BYTES, 3 * mapping.HUGE_PAGE_BYTES + 4097])
+def test_a_large_mapping_begins_where_a_huge_page_may_and_takes_no_addresses_beside_it(nbytes: int) -> None:
+    descriptor, _ = sealed_file("data", nbytes)
+    os.pwrite(descriptor, b"end", nbytes - 3)
+    mapped = mapping.SharedMapping(descriptor, nbytes, writable=True)
+    os.close(descriptor)
+    assert bytes(np.asarray(mapped)[-3:]) == b"end"
+    if nbytes >= mapping.HUGE_PAGE_BYTES:
+        assert mapped.address % mapping.HUGE_PAGE_BYTES == 0
+    line = f"{mapped.address:x}-{-(-(mapped.address + nbytes) // 4096) * 4096:x} rw-s"
+    assert line in Path("/proc/self/maps").read_text()
+    reserved = f"{mapped.address + -(-nbytes // 4096) * 4096:x}-"
+    begins = [found for found in Path("/proc/self/maps").read_text().splitlines() if found.startswith(reserved)]
+    assert not any("---p 00000000 00:00 0" in found for found in begins)
+
+
+def test_collapsing_keeps_bytes_and_fills_holes_with_zeros() -> None:
+    nbytes = 2 * mapping.HUGE_PAGE_BYTES
+    descriptor = os.memfd_create("test")
+    os.ftruncate(descriptor, nbytes)
+    for begin in range(0, nbytes, mapping.HUGE_PAGE_BYTES):
+        os.pwrite(descriptor, b"kept", begin + 4096)
+    mapped = mapping.SharedMapping(descriptor, nbytes, writable=True)
+    os.close(descriptor)
+    refused = mapped.collapse()
+    memory = np.asarray(mapped)
+    assert [bytes(memory[begin + 4096 :][:4]) for begin in range(0, nbytes, mapping.HUGE_PAGE_BYTES)] == [b"kept"] * 2
+    assert np.count_nonzero(memory) == 8
+    assert refused in {0, errno.EINVAL, errno.ENOMEM, errno.EAGAIN, errno.EBUSY}
