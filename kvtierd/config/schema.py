@@ -197,6 +197,14 @@ class Metrics(_Section, frozen=True, kw_only=True):
     """Requests that take longer go to the slow log (`kvtierctl slowlog`); 0 keeps all of them."""
 
 
+class Testing(_Section, frozen=True, kw_only=True):
+    """For tests of the daemon alone; leave it empty."""
+
+    disk_faults: Annotated[str, Meta(extra={"unit": "file"})] = ""
+    """File of faults that the disk of the nvme tier is to have (kvtierd.testing.disk_faults), read again when it
+    changes; "" is an ordinary disk. Never set it where blocks matter."""
+
+
 class Settings(_Section, frozen=True, kw_only=True):
     """The whole configuration."""
 
@@ -211,6 +219,7 @@ class Settings(_Section, frozen=True, kw_only=True):
     attention: Attention = Attention()
     log: Log = Log()
     metrics: Metrics = Metrics()
+    testing: Testing = Testing()
     cache_dir: Folder = ""
     """Folder of compiled kernels; "" takes $CACHE_DIRECTORY or the user's cache folder."""
     max_blocks: Annotated[int, Meta(ge=1024, le=1 << 30)] = 8 << 20

@@ -8,12 +8,14 @@ import logging
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 from kvtierd import __version__
+from kvtierd.config.fields import split_folders
 from kvtierd.config.schema import Settings
 from kvtierd.core.clock import Clock, SystemClock
-from kvtierd.core.errors import StartupError
+from kvtierd.core.errors import ExitCode, StartupError
 from kvtierd.core.progress import Progress
 from kvtierd.core.units import format_bytes
 from kvtierd.daemon.census import Census, count
@@ -29,6 +31,7 @@ from kvtierd.protocol.endpoint import SOCKET_NAME
 from kvtierd.protocol.events import EventPublisher
 from kvtierd.protocol.server import Server
 from kvtierd.protocol.sessions import Limits
+from kvtierd.storage.io_select import SelectedIo
 from kvtierd.storage.store import SegmentStore
 from kvtierd.storage.striped import StripedStore, make_store
 from kvtierd.telemetry.notify import watchdog_period_s
@@ -143,7 +146,7 @@ async def compose(settings: Settings, places: Places) -> AsyncIterator[Daemon]:
     async with AsyncExitStack() as parts:
         await _start_pages(parts, settings, places, pages)
         events = _start_events(parts, places) if settings.server.events else None
-        store = make_store(settings.nvme, clock=clock) if settings.nvme.directory else None
+        store = _make_store(settings, clock) if settings.nvme.directory else None
         disk = {"nvme": store.progress} if store is not None else dict[str, Progress]()
         stall_s = watchdog_period_s() or DEFAULT_STALL_S
         async with long_step(lambda: "recovering the nvme tier", Liveness(disk, stall_s, clock)):
@@ -231,6 +234,18 @@ async def _start_manager(
     if store is not None:
         log.info("nvme tier in %s, I/O mode %s", settings.nvme.directory, store.mode)
     return manager
+
+
+def _make_store(settings: Settings, clock: Clock) -> SegmentStore | StripedStore:
+    if not settings.testing.disk_faults:
+        return make_store(settings.nvme, clock=clock)
+    from kvtierd.testing.disk_faults import DiskFaults  # for tests alone, as the setting says
+
+    if len(split_folders(settings.nvme.directory)) > 1:
+        raise StartupError(ExitCode.CONFIG, "testing.disk_faults wants one folder in nvme.directory")
+    log.warning("testing.disk_faults is set: the disk misbehaves as %s says", settings.testing.disk_faults)
+    io = DiskFaults(SelectedIo(settings.nvme), Path(settings.testing.disk_faults))
+    return SegmentStore(settings.nvme, clock=clock, io=io)
 
 
 def _kept_files(settings: Settings) -> Kept | None:

@@ -1,0 +1,151 @@
+"""What a stress is asked to do, and what follows from it: sizes of tiers, batches, what must fit on the machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvtierd.bench.options import available_bytes
+from kvtierd.core.geometry import Geometry
+from kvtierd.core.units import GIB, KIB, MIB, PAGE_BYTES, align_up, format_bytes
+from kvtierd.stress.content import PRESETS
+from kvtierd.stress.processes import StressError
+
+FULL_TOKENS, QUICK_TOKENS = 1 << 20, 1 << 17
+FULL_GPU, FULL_HOST = 256 * MIB, GIB
+QUICK_GPU, QUICK_HOST = 32 * MIB, 128 * MIB
+FULL_LAYERS = 2
+"""Of the model's: a context of a million tokens then has 8 GiB of KV in the geometry of Llama-3.1-8B."""
+CHUNK_BYTES, QUICK_CHUNK_BYTES = 64 * MIB, 16 * MIB
+SPARE_BYTES = 2 * GIB
+"""On disk beside the context: what the mixed load stores, segments that are not full, and the probes."""
+QUICK_SPARE_BYTES = GIB
+MACHINE_BYTES = 1 * GIB
+"""Of memory for clients, the oracle and references, beside gpu and host."""
+_COUNT = re.compile(r"\s*(\d+)\s*([kmKM]?)\s*")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """As the command line gives them; 0 or "" is the default of the form (`quick` or full)."""
+
+    tokens: int = 0
+    geometry: str = "llama-3.1-8b"
+    shape: Geometry | None = None
+    """Of `custom`."""
+    heads: int = 0
+    """Query heads of `custom`; 0 takes four for each KV head."""
+    layers: int = 0
+    gpu_bytes: int = -1
+    host_bytes: int = 0
+    nvme: Path | None = None
+    endpoint: str = ""
+    clients: int = 2
+    fp8: bool = False
+    chaos: bool = False
+    seed: int = 1
+    quick: bool = False
+    plant: dict[str, Any] | None = None
+    """Wrong contents on purpose (kvtierd.stress.ingest): for tests of the checks."""
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of the context, whole blocks."""
+        wanted = self.tokens or (QUICK_TOKENS if self.quick else FULL_TOKENS)
+        return wanted // self.kv.block_size * self.kv.block_size
+
+    @property
+    def kv(self) -> Geometry:
+        """The geometry with the layers asked for."""
+        shape = self.shape if self.geometry == "custom" else PRESETS[self.geometry][0]
+        if shape is None:
+            raise StressError("a custom geometry wants --block-size, --kv-heads, --k-dim and --v-dim")
+        default = shape.layers if self.geometry == "custom" else min(FULL_LAYERS, shape.layers)
+        return msgspec.structs.replace(shape, layers=self.layers or default)
+
+    @property
+    def query_heads(self) -> int:
+        """Query heads."""
+        if self.geometry == "custom":
+            return self.heads or 4 * self.kv.kv_heads
+        return PRESETS[self.geometry][1]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the context."""
+        return self.token_count // self.kv.block_size
+
+    @property
+    def context_bytes(self) -> int:
+        """KV of the context."""
+        return self.blocks * self.kv.slot_bytes
+
+    @property
+    def gpu(self) -> int:
+        """Budget of gpu."""
+        return self.gpu_bytes if self.gpu_bytes >= 0 else QUICK_GPU if self.quick else FULL_GPU
+
+    @property
+    def host(self) -> int:
+        """Budget of host."""
+        return self.host_bytes or (QUICK_HOST if self.quick else FULL_HOST)
+
+    @property
+    def batch(self) -> int:
+        """Blocks of a request: 16 MiB, or less where host is so small that clients would fill it with requests."""
+        room = min(16 * MIB, self.host // (8 * max(1, self.clients)))
+        return max(1, room // self.kv.slot_bytes)
+
+    def settings(self, folder: Path) -> dict[str, object]:
+        """Of the daemon that a stress starts."""
+        chunk = QUICK_CHUNK_BYTES if self.host < 4 * FULL_HOST // 8 else CHUNK_BYTES
+        while chunk < self.kv.slot_bytes:
+            chunk *= 2
+        on_disk = self.blocks * (self.kv.slot_bytes + PAGE_BYTES)
+        spare = QUICK_SPARE_BYTES if self.quick else SPARE_BYTES
+        found: dict[str, object] = {
+            "gpu__device": "host",
+            "gpu__capacity": self.gpu,
+            "host__capacity": self.host,
+            "host__chunk_bytes": min(chunk, 256 * MIB),
+            "nvme__directory": folder / "data",
+            "nvme__capacity": align_up(on_disk + on_disk // 16 + spare, MIB),
+        }
+        if self.quick:
+            found["nvme__segment_bytes"] = 64 * MIB
+        if self.chaos:
+            found["testing__disk_faults"] = folder / "faults.json"
+        return found
+
+    def check(self, folder: Path) -> None:
+        """Raise StressError for what cannot be: options that contradict, or a machine too small."""
+        if self.blocks < 2 * self.clients:
+            raise StressError(f"{self.token_count} tokens are {self.blocks} blocks; {self.clients} clients want more")
+        if not 1 <= self.clients <= 64:
+            raise StressError(f"--clients is {self.clients}; 1 to 64 are wanted")
+        if self.endpoint:
+            if self.chaos:
+                raise StressError("--chaos kills the daemon: it wants one of its own, without --endpoint")
+            return
+        if self.host < 4 * self.clients * self.kv.slot_bytes:
+            raise StressError(f"--host {format_bytes(self.host)} holds too few blocks of {self.kv.slot_bytes} bytes")
+        disk = shutil.disk_usage(folder).free
+        need = int(str(self.settings(folder)["nvme__capacity"])) + (QUICK_SPARE_BYTES if self.quick else SPARE_BYTES)
+        if disk < need:
+            raise StressError(f"{folder} has {format_bytes(disk)} free and {format_bytes(need)} are needed; see --nvme")
+        memory = self.gpu + self.host + MACHINE_BYTES
+        if available_bytes() < memory:
+            raise StressError(f"{format_bytes(memory)} of memory are needed; see --gpu and --host")
+
+
+def parse_tokens(text: str) -> int:
+    """`1M`, `131072`, `128k`: letters count in powers of 1024. ValueError for what is no count."""
+    match = _COUNT.fullmatch(text)
+    if match is None or not int(match[1]):
+        raise ValueError(f"{text!r} is no number of tokens; write it like 131072, 128k or 1M")
+    return int(match[1]) * {"": 1, "k": KIB, "m": MIB}[match[2].lower()]
