@@ -44,6 +44,7 @@ COMMANDS = {
     "demo": Command("kvtierd.cli.demo", "show a real model's KV going through all tiers and a restart"),
     "check": Command("kvtierd.cli.check", "check a store offline, and repair it"),
     "dump": Command("kvtierd.cli.dump", "show the records of a segment file"),
+    "stress": Command("kvtierd.cli.stress", "put a long context through small tiers and check every byte of it"),
     "bench": Command("kvtierd.cli.bench", "measure a figure against its reference"),
     "precompile": Command("kvtierd.cli.precompile", "compile all kernels into the cache folder"),
     "systemd": Command("kvtierd.cli.systemd", "put the service's files in place, or remove them"),

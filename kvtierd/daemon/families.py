@@ -189,6 +189,15 @@ _TABLE = (
         NS,
     ),
     Sources(
+        Family("attention_busy_seconds_total", "counter", "seconds", "time of attention's parts, which overlap"),
+        {
+            "attend_disk_ns": {"part": "disk"},
+            "attend_copy_ns": {"part": "copy"},
+            "attend_compute_ns": {"part": "compute"},
+        },
+        NS,
+    ),
+    Sources(
         Family("attention_kv_bytes_total", "counter", "bytes", "KV that attention was computed over, by where it lay"),
         _tiers("attend_{}_bytes"),
     ),

@@ -75,7 +75,7 @@ def fill(out: Any, part: int, first: int, scale: Any, bias: Any) -> None:
 )
 def count_wrong(got: Any, part: int, first: int, scale: Any, bias: Any) -> int:
     """How many elements of got [tokens, heads, dim] are not what `fill` would write; without writing anything."""
-    wrong = 0
+    wrong = np.int64(0)
     for token in range(got.shape[0]):
         for head in range(got.shape[1]):
             row = _row(part, first + token, head)
@@ -85,7 +85,7 @@ def count_wrong(got: Any, part: int, first: int, scale: Any, bias: Any) -> int:
                 wanted = _element(low, high, dim, scale[head, dim], bias[head, dim])
                 found += np.uint32(got[token, head, dim] != wanted)
             wrong += np.int64(found)
-    return wrong
+    return int(wrong)
 
 
 @compiled("void(uint16[:,:,::1])")
@@ -120,14 +120,65 @@ def quantise(part: Any) -> None:
                 part[token, head, dim] = np.uint16(bits >> np.uint32(16))
 
 
-@compiled("void(uint16[:,:,::1], float64[:,:,::1])")
-def widen(part: Any, out: Any) -> None:
-    """bf16 bits [tokens, heads, dim] as float64 out [heads, tokens, dim]."""
-    for head in range(part.shape[1]):
-        for token in range(part.shape[0]):
-            for dim in range(part.shape[2]):
-                bits = np.uint32(np.uint32(part[token, head, dim]) << np.uint32(16))
-                out[head, token, dim] = np.float64(bits.view(np.float32))
+@helper
+def _wide(word: Word) -> Word:
+    return np.float64(np.uint32(np.uint32(word) << np.uint32(16)).view(np.float32))
+
+
+@helper
+def _score(q: Word, keys: Word, scores: Word) -> None:
+    # By dim and then by token: sums of one token at a time would be kept in order, and could not go by vectors.
+    for token in range(scores.size):
+        scores[token] = 0.0
+    for dim in range(q.size):
+        factor = q[dim]
+        for token in range(scores.size):
+            scores[token] += factor * keys[dim, token]
+
+
+@helper
+def _weigh(scores: Word, seen: Word, largest: Word, shrink: Word, held: Word, values: Word) -> Word:
+    """Weigh values of the tokens seen; returns the sum of their weights."""
+    for dim in range(values.size):
+        values[dim] *= shrink
+    added = 0.0
+    for token in range(seen):
+        weight = np.exp(scores[token] - largest)
+        added += weight
+        for dim in range(values.size):
+            values[dim] += weight * held[token, dim]
+    return added
+
+
+@compiled(
+    "void(float64[:,:,::1], uint16[:,:,::1], uint16[:,:,::1], int64[::1], float64[:,::1], float64[:,::1],"
+    " float64[:,:,::1], float64[:,::1], float64[:,::1], float64[::1])"
+)
+def attend(
+    q: Any, k: Any, v: Any, seen: Any, top: Any, total: Any, values: Any, keys: Any, held: Any, scores: Any
+) -> None:
+    """Add one block to attention in float64.
+
+    q [kv heads, rows, k_dim] is scaled already; k and v are bf16 bits [tokens, kv heads, dim]; row r sees the first
+    seen[r] tokens. Carried: maxima top and sums total [kv heads, rows], weighted values [kv heads, rows, v_dim].
+    Scratch: keys [k_dim, tokens], held [tokens, v_dim], scores [tokens].
+    """
+    for head in range(q.shape[0]):
+        for token in range(k.shape[0]):
+            for dim in range(q.shape[2]):
+                keys[dim, token] = _wide(k[token, head, dim])
+            for dim in range(held.shape[1]):
+                held[token, dim] = _wide(v[token, head, dim])
+        for row in range(q.shape[1]):
+            if seen[row] > 0:
+                _score(q[head, row], keys, scores)
+                largest = top[head, row]
+                for token in range(seen[row]):
+                    largest = max(largest, scores[token])
+                shrink = np.exp(top[head, row] - largest)
+                top[head, row] = largest
+                added = _weigh(scores, seen[row], largest, shrink, held, values[head, row])
+                total[head, row] = total[head, row] * shrink + added
 
 
 def mix(*words: int) -> int:

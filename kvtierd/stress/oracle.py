@@ -7,7 +7,6 @@ The softmax is carried over pieces of the context as a maximum, a sum and weight
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,8 +19,8 @@ from kvtierd.stress.content import BlockId, Content
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
-PIECE_TOKENS = 4096
-"""Tokens of one head that are computed at a time: K and V of them as float64 fit a core's share of the last cache."""
+TELL_BLOCKS = 16
+"""Between two words of progress."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -59,80 +58,72 @@ class Oracle:
         if not same:
             parts = [self.attend(layer, blocks, [step], tell) for step in asked]
             return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
-        state = _State(asked, self._heads, self._content.geometry.kv_heads, self._content.geometry.v_dim)
-        size = self._content.geometry.block_size
-        step = max(1, PIECE_TOKENS // size)
-        pieces = [(at, list(blocks[at : at + step])) for at in range(0, len(blocks), step)]
-        work = functools.partial(self._piece, layer, asked)
+        q = self._scaled(asked)
+        edges = np.linspace(0, len(blocks), self._threads + 1).astype(int).tolist()
+        done = [0] * self._threads
+
+        def part(thread: int) -> _State:
+            state = _State(self._content, q.shape[1])
+            for at in range(edges[thread], edges[thread + 1]):
+                self._add(state, q, layer, blocks[at], asked, at)
+                done[thread] += 1
+                if done[thread] % TELL_BLOCKS == 0:
+                    tell(sum(done))
+            return state
+
         with ThreadPoolExecutor(self._threads) as pool:
-            for begin in range(0, len(pieces), self._threads):
-                for partial in pool.map(work, pieces[begin : begin + self._threads]):
-                    state.merge(*partial)
-                tell(min(len(blocks), (begin + self._threads) * step))
-        return state.result()
+            first, *others = pool.map(part, range(self._threads))
+        for other in others:
+            first.merge(other.top, other.total, other.values)
+        return first.result(len(asked), self._heads)
 
-    def _piece(
-        self, layer: int, asked: Sequence[Asked], piece: tuple[int, list[BlockId]]
-    ) -> tuple[Floats, Floats, Floats]:
-        """Maxima and sums [kv heads, rows], weighted values [kv heads, rows, v_dim] over some blocks."""
-        at, names = piece
-        shape = self._content.geometry
-        size, first = shape.block_size, at * shape.block_size
-        k = np.empty((shape.kv_heads, len(names) * size, shape.k_dim))
-        v = np.empty((shape.kv_heads, len(names) * size, shape.v_dim))
-        for i, name in enumerate(names):
-            self._place(layer, name, bool(asked[0].lossy[at + i]), k, v, i * size)
-        tokens = np.arange(first, first + len(names) * size)
-        hidden = np.concatenate([tokens >= step.length for step in asked]).reshape(len(asked), -1)
-        group = self._heads // shape.kv_heads
-        q = np.stack([np.asarray(step.q, np.float64).reshape(shape.kv_heads, group, -1) for step in asked], axis=1)
-        return _attend(q.reshape(shape.kv_heads, len(asked) * group, -1) * self._scale, k, v,
-                       np.repeat(hidden, group, axis=0))  # fmt: skip
+    def _scaled(self, asked: Sequence[Asked]) -> Floats:
+        """Queries times the scale, by KV head: float64 [kv heads, steps x heads of a group, k_dim]."""
+        kv_heads = self._content.geometry.kv_heads
+        q = np.stack(
+            [np.asarray(step.q, np.float64).reshape(kv_heads, self._heads // kv_heads, -1) for step in asked], 1
+        )
+        return np.ascontiguousarray(q.reshape(kv_heads, -1, q.shape[-1]) * self._scale)
 
-    def _place(self, layer: int, name: BlockId, lossy: bool, k: Floats, v: Floats, at: int) -> None:  # noqa: FBT001
+    def _add(self, state: _State, q: Floats, layer: int, name: BlockId, asked: Sequence[Asked], at: int) -> None:
         size = self._content.geometry.block_size
-        for words, target in zip(self._content.layer(name, layer, lossy=lossy), (k, v), strict=True):
-            wide = np.empty((target.shape[0], size, target.shape[2]))
-            generator.widen(words, wide)
-            target[:, at : at + size] = wide
-
-
-def _attend(q: Floats, k: Floats, v: Floats, hidden: Mask) -> tuple[Floats, Floats, Floats]:
-    scores = q @ k.transpose(0, 2, 1)
-    scores[:, hidden] = -np.inf
-    top = scores.max(axis=-1)
-    weights = np.exp(scores - np.where(np.isneginf(top), 0.0, top)[..., None])
-    return top, weights.sum(axis=-1), weights @ v
+        k, v = self._content.layer(name, layer, lossy=bool(asked[0].lossy[at]))
+        seen = np.clip([step.length - at * size for step in asked], 0, size)
+        generator.attend(
+            q, k, v, np.repeat(seen, q.shape[1] // len(asked)).astype(np.int64),
+            state.top, state.total, state.values, *state.scratch,
+        )  # fmt: skip
 
 
 class _State:
-    """Carried over pieces, for all rows: steps and heads."""
+    """Carried over blocks, for all rows: steps and heads of a group."""
 
-    def __init__(self, asked: Sequence[Asked], heads: int, kv_heads: int, v_dim: int) -> None:
-        self._steps, self._heads = len(asked), heads
-        rows = len(asked) * heads // kv_heads
-        self._top = np.full((kv_heads, rows), -np.inf)
-        self._total = np.zeros((kv_heads, rows))
-        self._values = np.zeros((kv_heads, rows, v_dim))
+    def __init__(self, content: Content, rows: int) -> None:
+        shape = content.geometry
+        self.top = np.full((shape.kv_heads, rows), -np.inf)
+        self.total = np.zeros((shape.kv_heads, rows))
+        self.values = np.zeros((shape.kv_heads, rows, shape.v_dim))
+        size = shape.block_size
+        self.scratch = np.empty((shape.k_dim, size)), np.empty((size, shape.v_dim)), np.empty(size)
 
     def merge(self, top: Floats, total: Floats, values: Floats) -> None:
-        """Take in a piece."""
-        new = np.maximum(self._top, top)
+        """Take in what another thread has carried."""
+        new = np.maximum(self.top, top)
         seen = np.where(np.isneginf(new), 0.0, new)
-        ours, theirs = np.exp(self._top - seen), np.exp(top - seen)
-        self._total = self._total * ours + total * theirs
-        self._values = self._values * ours[..., None] + values * theirs[..., None]
-        self._top = new
+        ours, theirs = np.exp(self.top - seen), np.exp(top - seen)
+        self.total = self.total * ours + total * theirs
+        self.values = self.values * ours[..., None] + values * theirs[..., None]
+        self.top = new
 
-    def result(self) -> tuple[Floats, Floats]:
+    def result(self, steps: int, heads: int) -> tuple[Floats, Floats]:
         """Output and log-sum-exp, by step."""
-        kv_heads, v_dim = len(self._top), self._values.shape[-1]
+        kv_heads, v_dim = len(self.top), self.values.shape[-1]
 
         def by_step(rows: Any, *more: int) -> Floats:
-            split = rows.reshape(kv_heads, self._steps, self._heads // kv_heads, *more)
-            return np.ascontiguousarray(np.swapaxes(split, 0, 1).reshape(self._steps, self._heads, *more))
+            split = rows.reshape(kv_heads, steps, heads // kv_heads, *more)
+            return np.ascontiguousarray(np.swapaxes(split, 0, 1).reshape(steps, heads, *more))
 
-        return by_step(self._values / self._total[..., None], v_dim), by_step(self._top + np.log(self._total))
+        return by_step(self.values / self.total[..., None], v_dim), by_step(self.top + np.log(self.total))
 
 
 def queries(content: Content, blocks: Sequence[BlockId], layer: int, step: int, heads: int) -> tuple[Any, list[int]]:

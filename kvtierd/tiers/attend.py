@@ -32,6 +32,7 @@ from kvtierd.tiers.attend_places import Numbers, Place
 from kvtierd.tiers.attend_request import LayerQuery, check_shape, queries_of
 from kvtierd.tiers.attend_ring import StagingRing
 from kvtierd.tiers.attend_stream import Depth, Stream
+from kvtierd.tiers.attend_times import AttendTimes
 from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.leases import SESSION_SHARE
 from kvtierd.tiers.sequences import OpenedSequence, Sequences
@@ -64,7 +65,8 @@ class Attention:
         self._running: collections.Counter[int] = collections.Counter()
         self.ring = StagingRing(settings.attention.staging_bytes)
         self.ring.on_pressure = self._shed_one
-        self._fetcher = PartFetcher(copies, store, workers, self.ring)
+        self._times = AttendTimes(clock)
+        self._fetcher = PartFetcher(copies, store, workers, self.ring, self._times)
         self._threads = settings.worker_threads
         self._compute = Workers(1, "kvtierd-attend", workers.progress)
         self._device_made: AttentionDevice | None = None
@@ -110,6 +112,7 @@ class Attention:
         """Gauges by name."""
         return {
             **self.sequences.stats(),
+            **self._times.stats(),
             "attend_running": self._running.total(),
             "attend_staging_bytes": self.ring.size_bytes,
             "attend_staging_used_bytes": self.ring.used_bytes,
@@ -165,7 +168,7 @@ class Attention:
 
     async def run(self, piece: Callable[[], T]) -> T:
         """Run a piece of work in the thread that computes; others have their turn between two pieces."""
-        return await self._compute.run(piece)
+        return await self._times.compute.of(self._compute.run(piece))
 
     def stream(self, sequence: OpenedSequence, layer: int, numbers: Numbers) -> Stream:
         """Have the parts of these blocks brought, with what has come ahead."""

@@ -18,6 +18,7 @@ from kvtierd.storage.interface import BlockStore, LayerItem
 from kvtierd.tiers.attend_places import Codecs, Numbers, Place, places_of
 from kvtierd.tiers.attend_ring import StagingRing
 from kvtierd.tiers.attend_stream import Job
+from kvtierd.tiers.attend_times import AttendTimes
 from kvtierd.tiers.blocks import READ_BACK
 from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.sequences import OpenedSequence
@@ -32,7 +33,10 @@ Errors = list[StorageError | None]
 class PartFetcher:
     """Fills jobs from where their blocks are when the job begins. What is damaged on disk is dropped from there."""
 
-    def __init__(self, copies: Copies, store: BlockStore | None, workers: Workers, ring: StagingRing) -> None:
+    def __init__(
+        self, copies: Copies, store: BlockStore | None, workers: Workers, ring: StagingRing, times: AttendTimes
+    ) -> None:
+        self._times = times
         self._copies = copies
         self._store = store
         self._workers = workers
@@ -53,7 +57,8 @@ class PartFetcher:
         ):
             which = np.flatnonzero(places == place)
             if which.size:
-                await self._some(bring, sequence, layer, job, which, errors)
+                busy = self._times.disk if place == Place.NVME else self._times.copy
+                await busy.of(self._some(bring, sequence, layer, job, which, errors))
         return errors
 
     async def _some(
