@@ -136,8 +136,15 @@ def test_no_path_of_one_machine(root: Path, text_files: list[Path]) -> None:
 
 def test_no_numba_outside_the_packages_that_compile(trees: dict[Path, ast.Module]) -> None:
     """Kernels live where the cache's hash looks for them (kvtierd.index.jit.SOURCES)."""
-    allowed = ("kvtierd/index/", "kvtierd/policy/", "kvtierd/tiers/steps/", "gpu/", "kvtierd/bench/", "kvtierd/stress/",
-               "tests/")
+    allowed = (
+        "kvtierd/index/",
+        "kvtierd/policy/",
+        "kvtierd/tiers/steps/",
+        "gpu/",
+        "kvtierd/bench/",
+        "kvtierd/stress/",
+        "tests/",
+    )
     found = [
         f"{path}:{node.lineno}: imports numba; put the kernel into one of {', '.join(allowed[:4])}"
         for path, tree in trees.items()
