@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvtierd.protocol.attention_plans import Attended
     from kvtierd.protocol.client import Client
     from kvtierd.protocol.connection import Unavailable
+    from kvtierd.protocol.curve import CurveKeys, KeyPair
     from kvtierd.protocol.holds import Lease, Reservation
     from kvtierd.protocol.results import Fetched, Hit, NamespaceHandle, Stored
 
@@ -31,10 +32,12 @@ __all__ = [
     "AsyncSequence",
     "Attended",
     "Client",
+    "CurveKeys",
     "ErrorCode",
     "Fetched",
     "Geometry",
     "Hit",
+    "KeyPair",
     "KvtierdError",
     "Lease",
     "Namespace",
@@ -56,10 +59,12 @@ _HOMES = {
     "AsyncSequence": "kvtierd.protocol.attention_aio",
     "Attended": "kvtierd.protocol.attention_plans",
     "Client": "kvtierd.protocol.client",
+    "CurveKeys": "kvtierd.protocol.curve",
     "ErrorCode": "kvtierd.core.errors",
     "Fetched": "kvtierd.protocol.results",
     "Geometry": "kvtierd.core.geometry",
     "Hit": "kvtierd.protocol.results",
+    "KeyPair": "kvtierd.protocol.curve",
     "KvtierdError": "kvtierd.core.errors",
     "Lease": "kvtierd.protocol.holds",
     "Namespace": "kvtierd.core.namespace",

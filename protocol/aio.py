@@ -20,6 +20,7 @@ from kvtierd.protocol.attention_aio import AsyncAttention
 from kvtierd.protocol.client import BATCH, TIMEOUT_S, TRANSFER_TIMEOUT_S
 from kvtierd.protocol.connection import Connection
 from kvtierd.protocol.copying import Copier, default_threads
+from kvtierd.protocol.curve import CurveKeys
 from kvtierd.protocol.endpoint import default_endpoint
 from kvtierd.protocol.grants import Granted, Leased, acquire_request, reserve_request
 from kvtierd.protocol.holds import After, LeasedSlots, ReservedSlots, check_out
@@ -45,11 +46,12 @@ class AsyncClient(AsyncParts, AsyncAttention):
         copy_threads: int | None = None,
         arena: bool = True,
         name: str = "",
+        curve: CurveKeys | None = None,
     ) -> None:
         self.endpoint = endpoint or default_endpoint()
         self.timeout_s = timeout_s
         self.transfer_timeout_s = transfer_timeout_s
-        self._connection = Connection(self.endpoint, name or f"python:{os.getpid()}")
+        self._connection = Connection(self.endpoint, name or f"python:{os.getpid()}", curve)
         self._copier = Copier(copy_threads or default_threads())
         self._asking = asking = Asking(self._connection)
         self._queries = Queries(asking)

@@ -17,6 +17,7 @@ from kvtierd.protocol.asking import Asking
 from kvtierd.protocol.attention import SyncAttention
 from kvtierd.protocol.connection import Connection
 from kvtierd.protocol.copying import Copier, default_threads
+from kvtierd.protocol.curve import CurveKeys
 from kvtierd.protocol.endpoint import default_endpoint
 from kvtierd.protocol.grants import acquire_request, reserve_request
 from kvtierd.protocol.holds import Lease, Reservation, check_out
@@ -41,10 +42,11 @@ BATCH = 32
 class Client(SyncAttention):
     """A connection to kvtierd.
 
-    `endpoint` is `ipc://PATH`; by default $KVTIERD_ENDPOINT, else the service's default tenant. No call outlives its
-    deadline: `timeout_s` for metadata, `transfer_timeout_s` for data. Without a daemon lookups and fetches find
-    nothing, stores are dropped, and `counters` count both; `ping`, `stats`, `flush` and `purge` raise Unavailable.
-    RequestError and ValueError are the caller's mistakes. `arena=False` sends blocks in frames.
+    `endpoint` is `ipc://PATH`, or `tcp://HOST:PORT` with the keys `curve` or of the environment; by default
+    $KVTIERD_ENDPOINT, else the service's default tenant. No call outlives its deadline: `timeout_s` for metadata,
+    `transfer_timeout_s` for data. Without a daemon lookups and fetches find nothing, stores are dropped, and `counters`
+    count both; `ping`, `stats`, `flush` and `purge` raise Unavailable. RequestError and ValueError are the caller's
+    mistakes. `arena=False` sends blocks in frames.
     """
 
     def __init__(
@@ -56,11 +58,12 @@ class Client(SyncAttention):
         copy_threads: int | None = None,
         arena: bool = True,
         name: str = "",
+        curve: CurveKeys | None = None,
     ) -> None:
         self.endpoint = endpoint or default_endpoint()
         self.timeout_s = timeout_s
         self.transfer_timeout_s = transfer_timeout_s
-        self._connection = Connection(self.endpoint, name or f"python:{os.getpid()}")
+        self._connection = Connection(self.endpoint, name or f"python:{os.getpid()}", curve)
         self._copier = Copier(copy_threads or default_threads())
         self._asking = asking = Asking(self._connection)
         self._queries = Queries(asking)

@@ -16,7 +16,7 @@ import zmq
 
 from kvtierd.core.errors import ErrorCode, KvtierdError, RequestError
 from kvtierd.protocol.codec import decode_reply, encode
-from kvtierd.protocol.endpoint import path_of
+from kvtierd.protocol.curve import CurveKeys, keys_for
 from kvtierd.protocol.granted import giving_back
 from kvtierd.protocol.messages import (
     MAX_BATCH,
@@ -58,11 +58,12 @@ class Unavailable(KvtierdError):  # noqa: N818 - a state of the daemon, named as
 class Connection:
     """Not thread-safe: its owner serialises the calls. `counters` count what a caller does not see.
 
-    Raises ValueError for an endpoint that is not `ipc://PATH`: deadlines are on the host's clock.
+    Raises ValueError for an endpoint that is neither `ipc://PATH` nor `tcp://HOST:PORT`, and for the latter without
+    keys: those of `curve`, else of the environment.
     """
 
-    def __init__(self, endpoint: str, name: str) -> None:
-        path_of(endpoint)
+    def __init__(self, endpoint: str, name: str, curve: CurveKeys | None = None) -> None:
+        self._curve = keys_for(endpoint, curve)
         self.endpoint = endpoint
         self.name = name
         self.lock = threading.RLock()
@@ -110,6 +111,8 @@ class Connection:
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
         socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+        if self._curve is not None:
+            self._curve.secure(socket)
         socket.connect(self.endpoint)
         self._socket = socket
         self.socket_no += 1
@@ -231,7 +234,8 @@ class Connection:
         """Send a request; None when the daemon is gone or its queue is full. The caller has seen `up`."""
         request.id = number = self._take_id()
         request.epoch = self.epoch
-        request.deadline_ns = deadline_ns
+        # Another machine has another clock: it is told how much time is left.
+        request.deadline_ns = max(1, deadline_ns - time.monotonic_ns()) if self._curve else deadline_ns
         if not self._transmit(encode(request), frames):
             return None
         pending = self._pending[number] = Pending(group, self.session_no)

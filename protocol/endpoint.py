@@ -27,14 +27,30 @@ def path_of(endpoint: str) -> Path:
     """The socket's path. Raises ValueError for anything but `ipc://PATH`."""
     path = endpoint.removeprefix("ipc://")
     if path == endpoint or not path:
-        raise ValueError(f"endpoint {endpoint!r} is not of the form ipc:///PATH/TO/kvtierd.sock")
+        raise ValueError(f"endpoint {endpoint!r} is neither ipc:///PATH/TO/kvtierd.sock nor tcp://HOST:PORT")
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise ValueError(f"the endpoint's path {path} is longer than {MAX_PATH_BYTES} bytes")
     return Path(path)
 
 
+def is_remote(endpoint: str) -> bool:
+    """Whether an endpoint is of another machine, `tcp://HOST:PORT`. Raises ValueError for one of neither form."""
+    if endpoint.startswith("tcp://"):
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+            raise ValueError(f"endpoint {endpoint!r} is not of the form tcp://HOST:PORT")
+        return True
+    path_of(endpoint)
+    return False
+
+
 def why_silent(endpoint: str) -> str:
     """The likely reason that nobody answers there."""
+    if is_remote(endpoint):
+        return (
+            "it did not answer in time; does kvtierd listen there (server.tcp), is $KVTIERD_SERVER_KEY its public key, "
+            "and is this client's key among those of a tenant?"
+        )
     path = path_of(endpoint)
     try:
         path.stat()

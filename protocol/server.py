@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections import defaultdict
 from pathlib import Path
 
@@ -20,14 +19,12 @@ from kvtierd.core.errors import ErrorCode, ExitCode, RequestError, StartupError
 from kvtierd.protocol.codec import HeaderError, decode_request
 from kvtierd.protocol.dispatch import Dispatcher
 from kvtierd.protocol.endpoint import ARENA_NAME, SOCKET_NAME, prepare_path, set_mode
-from kvtierd.protocol.gate import ConnectionGate, connections_max
+from kvtierd.protocol.gate import ConnectionGate, HiddenPath, connections_max
 from kvtierd.protocol.handover import ArenaListener
-from kvtierd.protocol.messages import (
-    MAX_BATCH,
-)
+from kvtierd.protocol.messages import MAX_BATCH, AnyRequest
 from kvtierd.protocol.outbox import Outbox
 from kvtierd.protocol.service import ChunkSource, Observer, Service, Session
-from kvtierd.protocol.sessions import Limits, SessionTable
+from kvtierd.protocol.sessions import Life, Limits, SessionTable
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +41,10 @@ class Server:
     """One tenant's endpoint. All methods run on the loop.
 
     `folder` is the tenant's runtime folder, which exists; the caller holds its lock. `chunks` hands out the arena,
-    None where there is none.
+    None where there is none. `life` is what the endpoints of one daemon share.
     """
+
+    _sessions_kind = SessionTable
 
     def __init__(
         self,
@@ -58,21 +57,24 @@ class Server:
         clock: Clock | None = None,
         name: str = "kvtierd",
         observer: Observer | None = None,
+        life: Life | None = None,
     ) -> None:
+        self._life = life or Life()
         self.path = Path(folder) / SOCKET_NAME
         self.endpoint = f"ipc://{self.path}"
-        self.epoch = 1 + secrets.randbelow((1 << 63) - 1)
+        self.epoch = self._life.epoch
         self.limits = limits or Limits()
         self.counters: dict[str, int] = defaultdict(int)
         self._service = service
         self._clock = clock or SystemClock()
         self._name = name
         self._observer = observer
-        self.sessions = SessionTable(
+        self.sessions = self._sessions_kind(
             service,
             tenant,
             limits=self.limits,
             clock=self._clock,
+            numbers=self._life.session_numbers,
             on_end=self._session_ended,
             is_reachable=self._is_reachable,
         )
@@ -93,14 +95,14 @@ class Server:
         `replace_stale` says that the caller holds the folder's lock, so that a socket there is a leftover.
         """
         self._loop = asyncio.get_running_loop()
-        prepare_path(self.path, replace_stale=replace_stale)
+        self._prepare(replace_stale=replace_stale)
         self._context = zmq.Context()
         try:
             self._socket = self._open_socket()
         except StartupError:
             self._context.term()
             raise
-        self._gate = ConnectionGate(self._socket, self.path, connections_max())
+        self._gate = self._open_gate(connections_max() // self._life.endpoints)
         self._outbox = Outbox(self._socket, self.counters, self._after_send)
         self._dispatcher = self._make_dispatcher()
         self._fd = int(self._socket.getsockopt(zmq.FD))
@@ -115,19 +117,32 @@ class Server:
         self._schedule()
         self._sweeper = self._loop.call_later(self._sweep_s, self._sweep)
 
+    def _prepare(self, *, replace_stale: bool) -> None:
+        prepare_path(self.path, replace_stale=replace_stale)
+
+    def _let_go(self) -> None:
+        self.path.unlink(missing_ok=True)  # ZeroMQ removes only paths that it made up itself
+
+    def _open_gate(self, limit: int) -> ConnectionGate:
+        return ConnectionGate(self._socket, HiddenPath(self.path), limit)
+
     def _open_socket(self) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, self.limits.max_message_bytes)
-        socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
-        socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
-        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket = self._new_socket()
         try:
             socket.bind(self.endpoint)
             set_mode(self.path)
         except (zmq.ZMQError, OSError) as error:
             socket.close(0)
             raise StartupError(ExitCode.IO, f"cannot bind {self.endpoint}: {error}") from error
+        return socket
+
+    def _new_socket(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, self.limits.max_message_bytes)
+        socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
+        socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
         return socket
 
     def _make_dispatcher(self) -> Dispatcher:
@@ -165,7 +180,7 @@ class Server:
         if self.arena is not None:
             self.arena.close()
         self._socket.close()
-        self.path.unlink(missing_ok=True)  # ZeroMQ removes only paths that it made up itself
+        self._let_go()
         await self._loop.run_in_executor(None, self._context.term)  # waits for replies on their way: LINGER_MS
         self._outbox.close()
 
@@ -219,7 +234,7 @@ class Server:
         try:
             request = decode_request(header.buffer)
             request_id = request.id
-            self._check_size(rid, nbytes, count)
+            self._check(rid, request, header, nbytes, count)
             self._dispatcher.serve(rid, request, frames)
         except HeaderError as error:
             self._dispatcher.fail(rid, error.request_id, error)
@@ -228,7 +243,7 @@ class Server:
         except Exception as error:  # noqa: BLE001 - it is logged, and one bad request must not stop the others
             self._dispatcher.fail(rid, request_id, self._dispatcher.bug(error, request))
 
-    def _check_size(self, rid: bytes, nbytes: int, count: int) -> None:
+    def _check(self, rid: bytes, _request: AnyRequest, _header: zmq.Frame, nbytes: int, count: int) -> None:
         if rid[0] != 0:
             message = f"the routing id {rid[:16].hex()} was chosen by the client; leave that to ZeroMQ"
             raise RequestError(ErrorCode.BAD_FRAMES, message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,6 +36,16 @@ class Limits:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
+class Life:
+    """What all `endpoints` of one life of the daemon have in common: its epoch, and the numbers of sessions, by which
+    the service tells clients apart."""
+
+    endpoints: int = 1
+    epoch: int = dataclasses.field(default_factory=lambda: 1 + secrets.randbelow((1 << 63) - 1))
+    session_numbers: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class Peer:
     """A session as the server keeps it: where its replies go and what it has under way."""
 
@@ -58,6 +69,7 @@ class SessionTable:
         *,
         limits: Limits,
         clock: Clock,
+        numbers: Iterator[int],
         on_end: Callable[[Session], None],
         is_reachable: Callable[[bytes], bool],
     ) -> None:
@@ -69,7 +81,7 @@ class SessionTable:
         self._is_reachable = is_reachable
         self._probed_ns = 0
         self._by_token: dict[bytes, Peer] = {}
-        self._next_id = 1
+        self._numbers = numbers
         self.by_rid: dict[bytes, Peer] = {}
         self.opened_total = 0
 
@@ -103,19 +115,22 @@ class SessionTable:
         return self._open(rid, request)
 
     def _open(self, rid: bytes, request: Hello) -> Peer:
-        if len(self) >= self._limits.max_sessions and self._clock.now_ns() - self._probed_ns > PROBE_NS:
+        if self._room() <= 0 and self._clock.now_ns() - self._probed_ns > PROBE_NS:
             self.end_gone()
-        if len(self) >= self._limits.max_sessions:
-            message = f"{len(self)} sessions are open, which is the limit (server.max_sessions)"
+        if self._room() <= 0:
+            message = "as many sessions are open as may be (server.max_sessions, or the tenant's own limit)"
             raise RequestError(ErrorCode.BUSY, message, retry_after_ms=1000)
         name = clip(request.client)[:MAX_CLIENT_NAME]
-        session = Session(self._next_id, self._tenant, name, secrets.token_bytes(TOKEN_BYTES))
+        session = Session(next(self._numbers), self._tenant, name, secrets.token_bytes(TOKEN_BYTES))
         self._service.session_opened(session)
-        self._next_id += 1
         self.opened_total += 1
         peer = Peer(rid, session, self._clock.now_ns())
         self.by_rid[rid] = self._by_token[session.token] = peer
         return peer
+
+    def _room(self) -> int:
+        """How many more sessions may be opened."""
+        return self._limits.max_sessions - len(self)
 
     def end(self, peer: Peer) -> None:
         """Forget a session and tell the service that its sockets are gone; a second call does nothing."""

@@ -127,11 +127,11 @@ def _kvtierd() -> Iterator[str]:
 
 
 def _configuration() -> Iterator[str]:
-    from kvtierd.config.fields import FIELDS  # with yaml, which not every command has
+    from kvtierd.config.fields import FIELDS, TENANT_FIELDS  # with yaml, which not every command has
     from kvtierd.config.reference import HEAD, default_text, describe, meaning
 
     yield from (".SH DESCRIPTION", _text(" ".join(HEAD.split())), ".SH SETTINGS")
-    for key, field in FIELDS.items():
+    for key, field in [*FIELDS.items(), *((field.key, field) for field in TENANT_FIELDS.values())]:
         yield from _terms({f"{key}: {default_text(field)}": f"{meaning(key)} {describe(field)}"})
     yield from (".SH SEE ALSO", "kvtierd(8), kvtierctl(1)")
 

@@ -10,14 +10,9 @@ from typing import Any
 
 from kvtierd.config.fields import FIELDS, Value, split_folders
 from kvtierd.config.origins import DEFAULT, Problem
+from kvtierd.config.tenants import MAX_IPC_PATH_BYTES, ipc_path_bytes, tenants_contradictions
 from kvtierd.core.folders import ADMIN_FOLDER
 from kvtierd.core.units import format_bytes
-
-MAX_IPC_PATH_BYTES = 107
-"""The kernel's sockaddr_un holds 108 bytes with the closing zero."""
-
-SOCKET_NAME_BYTES = 16
-"""No socket below a tenant's folder has a longer name (kvtierd.protocol.endpoint; a test compares)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,15 +24,15 @@ class Rule:
     text: Callable[..., str]
 
 
-def _ipc_path_bytes(runtime_dir: str, tenant: str) -> int:
-    return len(os.fsencode(runtime_dir)) + len(tenant) + SOCKET_NAME_BYTES + 2
-
-
 def _is_host(name: str) -> bool:
     try:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def _port_is_possible(address: str) -> bool:
+    return not address or 0 < int(address.rpartition(":")[2]) < 1 << 16
 
 
 RULES = (
@@ -83,15 +78,20 @@ RULES = (
     ),
     Rule(
         ("server.runtime_dir", "server.tenant"),
-        lambda folder, tenant: _ipc_path_bytes(folder, tenant) <= MAX_IPC_PATH_BYTES,
+        lambda folder, tenant: ipc_path_bytes(folder, tenant) <= MAX_IPC_PATH_BYTES,
         lambda folder, tenant: (
-            f"paths of sockets in {folder}/{tenant} would have {_ipc_path_bytes(folder, tenant)} bytes; the kernel "
+            f"paths of sockets in {folder}/{tenant} would have {ipc_path_bytes(folder, tenant)} bytes; the kernel "
             f"allows {MAX_IPC_PATH_BYTES}: choose a shorter folder"
         ),
     ),
     Rule(
+        ("server.tcp",),
+        _port_is_possible,
+        lambda address: f"{address} has no port that can be; write one in 1..65535",
+    ),
+    Rule(
         ("metrics.listen",),
-        lambda listen: not listen or 0 < int(listen.rpartition(":")[2]) < 1 << 16,
+        _port_is_possible,
         lambda listen: f"{listen} has no port that can be; write one in 1..65535",
     ),
     Rule(
@@ -126,4 +126,4 @@ def contradictions(values: Mapping[str, Value], origins: Mapping[str, str]) -> l
         if not rule.holds(*operands):
             key = next((key for key in rule.keys if key in origins), rule.keys[0])
             found.append(Problem(origins.get(key, DEFAULT), key, rule.text(*operands)))
-    return found
+    return found + tenants_contradictions(known, origins)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from kvtierd.config.fields import FIELDS, FOLDERS_SEPARATOR, SECTIONS, unknown_key
+from kvtierd.config.fields import SEPARATORS, Field, field_of, is_section, tenant_of, unknown_key
 from kvtierd.config.origins import Layer, Problem, Written
 
 MAX_FILE_BYTES = 1 << 20
@@ -82,16 +82,18 @@ class _Reader:
             self._wrong(name, key, f"is written twice, first in line {self._lines[key]}; keep one of them")
             return
         self._lines[key] = line
-        if key in SECTIONS:
+        if is_section(key):
+            if tenant_of(key):  # there is one, also with nothing below it
+                self.layer[key] = Written("", f"{self._name}:{line}")
             self.section(value, key)
-        elif key in FIELDS:
-            self._value(name, value, key)
+        elif (field := field_of(key)) is not None:
+            self._value(name, value, key, field)
         else:
             self._wrong(name, key, unknown_key(key))
 
-    def _value(self, name: yaml.Node, value: yaml.Node, key: str) -> None:
-        if isinstance(value, yaml.SequenceNode) and FIELDS[key].unit == "folders":
-            self._folders(name, value, key)
+    def _value(self, name: yaml.Node, value: yaml.Node, key: str, field: Field) -> None:
+        if isinstance(value, yaml.SequenceNode) and field.unit in SEPARATORS:
+            self._list(name, value, key, field.unit)
         elif not isinstance(value, yaml.ScalarNode):
             self._wrong(name, key, "takes one value, not a list or a section")
         elif value.tag not in _PLAIN_TAGS:
@@ -101,14 +103,15 @@ class _Reader:
         else:
             self.layer[key] = Written(value.value, f"{self._name}:{name.start_mark.line + 1}")
 
-    def _folders(self, name: yaml.Node, value: yaml.SequenceNode, key: str) -> None:
-        """A list of folders is one value: the same text that an option or a variable has."""
+    def _list(self, name: yaml.Node, value: yaml.SequenceNode, key: str, what: str) -> None:
+        """A list is one value: the same text that an option or a variable has."""
+        separator = SEPARATORS[what]
         texts = [item.value for item in value.value if isinstance(item, yaml.ScalarNode) and item.tag in _PLAIN_TAGS]
-        if len(texts) < len(value.value) or any(not text or FOLDERS_SEPARATOR in text for text in texts):
-            self._wrong(name, key, f"is a list of folders; write one path an item, without {FOLDERS_SEPARATOR!r}")
+        if len(texts) < len(value.value) or any(not text or separator in text for text in texts):
+            one = what.removesuffix("s").replace("folder", "path")
+            self._wrong(name, key, f"is a list of {what}; write one {one} an item, without {separator!r}")
         else:
-            text = FOLDERS_SEPARATOR.join(texts)
-            self.layer[key] = Written(text, f"{self._name}:{name.start_mark.line + 1}")
+            self.layer[key] = Written(separator.join(texts), f"{self._name}:{name.start_mark.line + 1}")
 
     def _wrong(self, node: yaml.Node, key: str, text: str) -> None:
         self._problems.append(Problem(f"{self._name}:{node.start_mark.line + 1}", key, text))

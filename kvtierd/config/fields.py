@@ -12,13 +12,20 @@ from typing import Any
 
 import msgspec
 
-from kvtierd.config.schema import Settings
+from kvtierd.config.schema import TENANT_NAME, Settings
 from kvtierd.core.units import parse_bytes
 
 Value = bool | int | float | str
 
 FOLDERS_SEPARATOR = ":"
 """Between the folders of a list, as in PATH; a YAML file may have a list."""
+SEPARATORS = {"folders": FOLDERS_SEPARATOR, "keys": " "}
+"""Of settings that may be written as a list, by their unit."""
+TENANTS = "tenants"
+"""The section whose keys are names: `tenants.NAME.LEAF`."""
+_TENANT_KEY = re.compile(rf"{TENANTS}\.({TENANT_NAME})(?:\.(\w+))?")
+_CURVE_KEY = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
+"""32 bytes as Z85 (ZeroMQ RFC 32)."""
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -30,7 +37,7 @@ def split_folders(text: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """One setting. `unit` is `bytes`, `folder`, `folders` or ""; bounds are inclusive unless `above` is set."""
+    """One setting. `unit` is `bytes`, `folder`, `folders`, `keys` or ""; bounds are inclusive unless `above` is set."""
 
     key: str
     kind: type
@@ -83,6 +90,8 @@ class Field:
             raise ValueError(f"{text!r} is a relative path; write an absolute one")
         if self.unit == "folders" and text:
             self._check_folders(text)
+        if self.unit == "keys":
+            _check_keys(text)
         return text
 
     def _check_folders(self, text: str) -> None:
@@ -134,6 +143,14 @@ def shown_limit(field: Field, limit: float | None) -> str:
     return _show(limit) if field.unit == "bytes" else str(limit)
 
 
+def _check_keys(text: str) -> None:
+    for key in text.split():
+        if not _CURVE_KEY.fullmatch(key):
+            raise ValueError(
+                f"{key[:60]!r} is no CURVE public key, which has 40 characters; `kvtierctl keygen` makes keys"
+            )
+
+
 def _fields(info: Any, prefix: str) -> list[Field]:
     """Walk a msgspec.inspect.StructType; `Any` because its node types form an open union."""
     found = []
@@ -141,6 +158,8 @@ def _fields(info: Any, prefix: str) -> list[Field]:
         key = f"{prefix}{item.encode_name}"
         if isinstance(item.type, msgspec.inspect.StructType):
             found += _fields(item.type, f"{key}.")
+        elif isinstance(item.type, msgspec.inspect.DictType):
+            found += _fields(item.type.value_type, f"{key}.NAME.")
         else:
             found.append(_field(key, item.type, item.default))
     return found
@@ -168,24 +187,56 @@ def _field(key: str, node: Any, default: Value) -> Field:
     )
 
 
-FIELDS: dict[str, Field] = {field.key: field for field in _fields(msgspec.inspect.type_info(Settings), "")}
-"""Every setting by its dotted key, in the order of the schema."""
+_ALL = {field.key: field for field in _fields(msgspec.inspect.type_info(Settings), "")}
+
+FIELDS: dict[str, Field] = {key: field for key, field in _ALL.items() if not key.startswith(f"{TENANTS}.")}
+"""Every setting by its dotted key, in the order of the schema, but those of single tenants."""
+
+TENANT_FIELDS: dict[str, Field] = {key.rpartition(".")[2]: _ALL[key] for key in _ALL if key not in FIELDS}
+"""Settings of a tenant by their last word; their keys have NAME for the tenant's."""
 
 SECTIONS: frozenset[str] = frozenset(
     key.rsplit(".", depth)[0] for key in FIELDS for depth in range(1, key.count(".") + 1)
-)
+) | {TENANTS}
 """Dotted names of the sections, nested ones too."""
+
+
+def field_of(key: str) -> Field | None:
+    """The setting with this key, a tenant's too; None where there is none."""
+    found = _TENANT_KEY.fullmatch(key)
+    return FIELDS.get(key) if found is None else TENANT_FIELDS.get(found[2] or "")
+
+
+def is_section(key: str) -> bool:
+    """Whether keys lie below this one: a section, or a tenant."""
+    found = _TENANT_KEY.fullmatch(key)
+    return key in SECTIONS or (found is not None and found[2] is None)
+
+
+def tenant_of(key: str) -> str:
+    """The tenant whose setting this is, or which it names; "" for other keys."""
+    found = _TENANT_KEY.fullmatch(key)
+    return found[1] if found else ""
+
+
+def tenant_key(name: str, leaf: str) -> str:
+    """Key of a setting of a tenant."""
+    return f"{TENANTS}.{name}.{leaf}"
 
 
 def unknown_key(key: str) -> str:
     """Say that a key does not exist and which one is nearest: alike in its last word, better in the same section."""
     section, _, leaf = key.rpartition(".")
+    if section == TENANTS:
+        return f"is no name for a tenant; names have the form {TENANT_NAME}, like team-a"
 
     def likeness(name: str) -> float:
         its_section, _, its_leaf = name.rpartition(".")
         return _ratio(leaf, its_leaf) + 0.3 * _ratio(section, its_section) + 0.1 * (section == its_section)
 
-    return f"unknown key; the nearest is {max([*FIELDS, *sorted(SECTIONS)], key=likeness)}"
+    name = tenant_of(section)
+    tenant = [tenant_key(name, leaf) for leaf in TENANT_FIELDS] if name else []
+    return f"unknown key; the nearest is {max([*FIELDS, *sorted(SECTIONS), *tenant], key=likeness)}"
 
 
 def _ratio(one: str, other: str) -> float:

@@ -15,7 +15,15 @@ import msgspec
 
 from kvtierd.config.check import contradictions
 from kvtierd.config.document import read_file
-from kvtierd.config.fields import FIELDS, SECTIONS, Value, unknown_key
+from kvtierd.config.fields import (
+    FIELDS,
+    TENANT_FIELDS,
+    Value,
+    field_of,
+    is_section,
+    tenant_key,
+    unknown_key,
+)
 from kvtierd.config.origins import DEFAULT, Layer, Problem, Written
 from kvtierd.config.profiles import profile_layer
 from kvtierd.config.schema import Settings
@@ -63,18 +71,26 @@ def load(
     if problems:
         sources = [*map(str, files), *(f"${name}" for name in sorted(environment)), *(option[2] for option in options)]
         raise ConfigError(_in_reading_order(problems, sources))
-    return Loaded(build(values), {key: written[key].origin if key in written else DEFAULT for key in FIELDS})
+    settings = build(values)
+    keys = [*FIELDS, *(tenant_key(name, leaf) for name in settings.tenants for leaf in TENANT_FIELDS)]
+    return Loaded(settings, {key: written[key].origin if key in written else DEFAULT for key in keys})
 
 
 def build(values: Mapping[str, Value]) -> Settings:
-    """Make `Settings` of parsed values by dotted key; keys that are not named keep their defaults."""
+    """Make `Settings` of parsed values by dotted key; keys that are not named keep their defaults.
+
+    The key of a tenant alone, with any value, says that there is one.
+    """
     tree: dict[str, Any] = {}
     for key, value in values.items():
         *sections, leaf = key.split(".")
         node = tree
         for section in sections:
             node = node.setdefault(section, {})
-        node[leaf] = value
+        if is_section(key):
+            node.setdefault(leaf, {})
+        else:
+            node[leaf] = value
     return msgspec.convert(tree, Settings)
 
 
@@ -114,9 +130,9 @@ def _option_layer(option: tuple[str, str, str], problems: list[Problem]) -> Laye
 
 
 def _single(key: str, text: str, origin: str, problems: list[Problem]) -> Layer:
-    if key in FIELDS:
+    if field_of(key) is not None:
         return {key: Written(text, origin)}
-    reason = "is a section; name one of its keys" if key in SECTIONS else unknown_key(key)
+    reason = "is a section; name one of its keys" if is_section(key) else unknown_key(key)
     problems.append(Problem(origin, key, reason))
     return {}
 
@@ -133,7 +149,8 @@ def _parse(written: Layer, problems: list[Problem]) -> dict[str, Value]:
     values: dict[str, Value] = {}
     for key, item in written.items():
         try:
-            values[key] = FIELDS[key].parse(item.text)
+            field = field_of(key)
+            values[key] = field.parse(item.text) if field is not None else item.text
         except ValueError as error:
             problems.append(Problem(item.origin, key, str(error)))
     return values

@@ -13,7 +13,7 @@ import sys
 import textwrap
 
 from kvtierd.config import schema
-from kvtierd.config.fields import FIELDS, SECTIONS, Field, shown_limit
+from kvtierd.config.fields import FIELDS, SECTIONS, TENANT_FIELDS, TENANTS, Field, shown_limit
 from kvtierd.config.schema import Settings
 
 WIDTH = 110
@@ -44,7 +44,17 @@ def reference() -> str:
             *_comment(f"{meaning(key)} {describe(field)}", depth),
             f"{'  ' * depth}#{leaf}: {default_text(field)}",
         ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_tenants()]) + "\n"
+
+
+def _tenants() -> list[str]:
+    """The section whose keys are names, with an example: no tenant is there because it was shown."""
+    lines = ["", *_comment(meaning(TENANTS), 0), f"{TENANTS}:", "", "  # team-a:"]
+    for leaf, field in TENANT_FIELDS.items():
+        text = f"{meaning(field.key)} {describe(field)}".strip()
+        marked = textwrap.wrap(text, WIDTH, initial_indent="  #   # ", subsequent_indent="  #   # ")
+        lines += [*marked, f"  #   {leaf}: {default_text(field)}"]
+    return lines
 
 
 def meaning(key: str) -> str:
@@ -97,12 +107,23 @@ def _collect(name: str, prefix: str, classes: dict[str, ast.ClassDef], found: di
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
         key = f"{prefix}{node.target.id}"
-        if isinstance(node.annotation, ast.Name) and node.annotation.id in classes:
-            section = node.annotation.id
+        section = _section_of(node.annotation)
+        if section in classes:
             found[key] = ast.get_docstring(classes[section]) or ""
-            _collect(section, f"{key}.", classes, found)
+            _collect(section, f"{key}.NAME." if key == TENANTS else f"{key}.", classes, found)
         elif isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             found[key] = str(after.value.value)
+
+
+def _section_of(annotation: ast.expr) -> str:
+    """Name of the class of a section, or of the tenants' sections; "" for a setting."""
+    match annotation:
+        case ast.Name(id=name):
+            return name
+        case ast.Subscript(value=ast.Name(id="dict"), slice=ast.Tuple(elts=[_, ast.Name(id=name)])):
+            return name
+        case _:
+            return ""
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from typing import Any
 
 import yaml
 
-from kvtierd.config.fields import FIELDS
 from kvtierd.config.loader import Loaded
 
 _COMMENT_COLUMN = 44
@@ -16,7 +15,7 @@ def render(loaded: Loaded) -> str:
     """Write YAML that loads to the same settings; each line's comment says where the value came from."""
     lines: list[str] = []
     open_sections: list[str] = []
-    for key in sorted(FIELDS, key=lambda key: "." in key):
+    for key in sorted(loaded.origins, key=lambda key: "." in key):
         *sections, leaf = key.split(".")
         while open_sections != sections[: len(open_sections)]:
             open_sections.pop()
@@ -31,7 +30,7 @@ def render(loaded: Loaded) -> str:
 def _value(loaded: Loaded, key: str) -> Any:
     node: Any = loaded.settings
     for name in key.split("."):
-        node = getattr(node, name)
+        node = node[name] if isinstance(node, dict) else getattr(node, name)
     return node
 
 

@@ -25,6 +25,8 @@ POOL_MAX_BYTES = 1 << 42
 """Of a tier in memory: as many slots as its eviction can number."""
 Folder = Annotated[str, Meta(extra={"unit": "folder"})]
 Folders = Annotated[str, Meta(extra={"unit": "folders"})]
+TENANT_NAME = r"[a-z0-9][a-z0-9_-]{0,31}"
+TCP_ADDRESS = r"|(\*|\d{1,3}(\.\d{1,3}){3}|\[[0-9a-fA-F:.]+\]):\d{1,5}"
 LOOPBACK = r"|(127(\.\d{1,3}){3}|localhost|\[::1\]):\d{1,5}"
 
 
@@ -133,10 +135,16 @@ class Server(_Section, frozen=True, kw_only=True):
 
     runtime_dir: Annotated[str, Meta(min_length=1, extra={"unit": "folder"})] = "/run/kvtierd"
     """Folder of the sockets and the lock file."""
-    tenant: Annotated[str, Meta(pattern=r"[a-z0-9][a-z0-9_-]{0,31}", examples=["default", "team-a"])] = "default"
-    """Name of the tenant's folder below `runtime_dir`."""
+    tenant: Annotated[str, Meta(pattern=TENANT_NAME, examples=["default", "team-a"])] = "default"
+    """Name of the tenant that is always served, and of its folder below `runtime_dir`; `tenants` names more."""
+    tcp: Annotated[str, Meta(pattern=TCP_ADDRESS, examples=["10.0.0.5:5570", "[::]:5570", "*:5570"])] = ""
+    """Address and port for clients of other machines; "" is none. They are known by their CURVE keys (`keys` of a
+    tenant), everything is encrypted, and blocks travel in frames. Wants `tcp_key`."""
+    tcp_key: Folder = ""
+    """File with the server's secret key, which nobody else may read; `kvtierctl keygen` makes it. "" takes the
+    service's credential `curve` ($CREDENTIALS_DIRECTORY/curve, LoadCredential= of systemd)."""
     max_sessions: Annotated[int, Meta(ge=1, le=65_536)] = 256
-    """Clients at one time."""
+    """Clients of a tenant at one time."""
     max_inflight: Annotated[int, Meta(ge=1, le=65_536)] = 64
     """Requests of one client being worked on."""
     max_message_bytes: Annotated[int, Meta(ge=MIB, le=4 * GIB, extra=_BYTES)] = 256 * MIB
@@ -197,12 +205,44 @@ class Metrics(_Section, frozen=True, kw_only=True):
     """Requests that take longer go to the slow log (`kvtierctl slowlog`); 0 keeps all of them."""
 
 
+<<<<<<< HEAD
 class Testing(_Section, frozen=True, kw_only=True):
     """For tests of the daemon alone; leave it empty."""
 
     disk_faults: Annotated[str, Meta(extra={"unit": "file"})] = ""
     """File of faults that the disk of the nvme tier is to have (kvtierd.testing.disk_faults), read again when it
     changes; "" is an ordinary disk. Never set it where blocks matter."""
+=======
+class Tenant(_Section, frozen=True, kw_only=True):
+    """Tenants by name, each with a folder of its own for its sockets, below `server.runtime_dir`. Another tenant's
+    block is a miss in every operation. `server.tenant` is one of them, also where it is not named here; what is written
+    here holds for it too. A quota of 0 is none; what a tenant has over a lowered one is taken from it."""
+
+    group: Annotated[str, Meta(pattern=r"|[A-Za-z_][A-Za-z0-9_.-]{0,31}", examples=["team-a"])] = ""
+    """Group of the folder and of its sockets; the daemon verifies it, and sets it where it may. "" is any."""
+    mode: Literal["0700", "0750", "0755"] = "0750"
+    """Mode of the folder: for the daemon's user alone, for the group, or for everybody. The sockets' follows. A folder
+    that is open to more is refused."""
+    keys: Annotated[str, Meta(extra={"unit": "keys"}), _LIVE] = ""
+    """CURVE public keys of clients that may come over `server.tcp` as this tenant: a list, or one text with blanks
+    between. A key that is taken away ends the sessions that came with it."""
+    max_sessions: Annotated[int, Meta(ge=0, le=65_536)] = 0
+    """Clients at one time; 0 takes `server.max_sessions`."""
+    gpu_bytes: Annotated[Size, _LIVE] = 0
+    """Most of the gpu tier, in whole slabs (of `host.chunk_bytes`, or the tier where that is smaller)."""
+    host_bytes: Annotated[Size, _LIVE] = 0
+    """Most of the host tier, in whole chunks. At its quota a tenant evicts its own blocks."""
+    nvme_bytes: Annotated[Size, _LIVE] = 0
+    """Most of the nvme tier, counted at the size that blocks have in memory. At its quota those that it has not used
+    for longest make room."""
+    gpu_inflight: Annotated[int, Meta(ge=0, le=65_536), _LIVE] = 0
+    """Blocks on their way between host and gpu at one time."""
+    host_inflight: Annotated[int, Meta(ge=0, le=65_536), _LIVE] = 0
+    """Requests of all its clients being worked on at one time; beyond it they are answered `busy`."""
+    nvme_inflight: Annotated[int, Meta(ge=0, le=65_536), _LIVE] = 0
+    """Blocks being read from nvme at one time. Of a request that wants more the leading ones are read; `busy` where
+    there is room for none."""
+>>>>>>> c162812 (Serve several tenants at endpoints of their own, and clients of other machines by their CURVE keys)
 
 
 class Settings(_Section, frozen=True, kw_only=True):
@@ -219,7 +259,11 @@ class Settings(_Section, frozen=True, kw_only=True):
     attention: Attention = Attention()
     log: Log = Log()
     metrics: Metrics = Metrics()
+<<<<<<< HEAD
     testing: Testing = Testing()
+=======
+    tenants: dict[str, Tenant] = {}
+>>>>>>> c162812 (Serve several tenants at endpoints of their own, and clients of other machines by their CURVE keys)
     cache_dir: Folder = ""
     """Folder of compiled kernels; "" takes $CACHE_DIRECTORY or the user's cache folder."""
     max_blocks: Annotated[int, Meta(ge=1024, le=1 << 30)] = 8 << 20

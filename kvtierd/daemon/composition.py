@@ -11,8 +11,11 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+<<<<<<< HEAD
 from kvtierd import __version__
 from kvtierd.config.fields import split_folders
+=======
+>>>>>>> c162812 (Serve several tenants at endpoints of their own, and clients of other machines by their CURVE keys)
 from kvtierd.config.schema import Settings
 from kvtierd.core.clock import Clock, SystemClock
 from kvtierd.core.errors import ExitCode, StartupError
@@ -20,23 +23,28 @@ from kvtierd.core.progress import Progress
 from kvtierd.core.units import format_bytes
 from kvtierd.daemon.census import Census, count
 from kvtierd.daemon.directories import Places, prepare_admin
+from kvtierd.daemon.endpoints import Endpoints
 from kvtierd.daemon.fdstore import NotifyKeeper, passed_files
 from kvtierd.daemon.http import HttpServer
 from kvtierd.daemon.liveness import DEFAULT_STALL_S, Liveness, Watchdog, long_step
 from kvtierd.daemon.pages import Pages
 from kvtierd.daemon.report import reporter
-from kvtierd.daemon.requests import RequestLog, WatchedEvents
+from kvtierd.daemon.requests import RequestLog
+from kvtierd.daemon.tenant_events import TenantEvents
 from kvtierd.gpu import open_device
 from kvtierd.protocol.endpoint import SOCKET_NAME
+<<<<<<< HEAD
 from kvtierd.protocol.events import EventPublisher
 from kvtierd.protocol.server import Server
 from kvtierd.protocol.sessions import Limits
 from kvtierd.storage.io_select import SelectedIo
+=======
+>>>>>>> c162812 (Serve several tenants at endpoints of their own, and clients of other machines by their CURVE keys)
 from kvtierd.storage.store import SegmentStore
 from kvtierd.storage.striped import StripedStore, make_store
 from kvtierd.telemetry.notify import watchdog_period_s
 from kvtierd.telemetry.prometheus import Histogram
-from kvtierd.tiers.copies import EventSink
+from kvtierd.tiers.copies import Events
 from kvtierd.tiers.manager import TierManager
 from kvtierd.tiers.namespaces import NamespaceEntry
 from kvtierd.tiers.warm_host import Kept
@@ -51,7 +59,7 @@ DRAIN_REQUESTS_S = 5.0
 class Daemon:
     """All parts of a serving daemon."""
 
-    def __init__(self, manager: TierManager, server: Server, liveness: Liveness, requests: RequestLog) -> None:
+    def __init__(self, manager: TierManager, server: Endpoints, liveness: Liveness, requests: RequestLog) -> None:
         self.endpoint = server.endpoint
         self.requests = requests
         self.operator = manager.operator
@@ -82,7 +90,7 @@ class Daemon:
             return f"draining, {format_bytes(self._manager.backlog_bytes)} to write; reads go on"
         counts = self._manager.copies.tier_counts()  # not all statistics: those take a sample of every block's heat
         tiers = ", ".join(f"{tier} {counts[f'{tier}_blocks']}" for tier in ("gpu", "host", "nvme"))
-        return f"serving on {self.endpoint}; {len(self._server.sessions)} clients; blocks: {tiers}"
+        return f"serving on {self.endpoint}; {self._server.sessions} clients; blocks: {tiers}"
 
     def state(self) -> Mapping[str, Any]:
         """Every statistic by name."""
@@ -125,6 +133,7 @@ class Daemon:
     def apply(self, settings: Settings) -> None:
         """Take over those settings that may change now."""
         self._manager.apply(settings)
+        self._server.apply(settings)
         self.requests.slow_ms = settings.metrics.slow_ms
 
     async def drain(self) -> None:
@@ -150,24 +159,15 @@ async def compose(settings: Settings, places: Places) -> AsyncIterator[Daemon]:
         disk = {"nvme": store.progress} if store is not None else dict[str, Progress]()
         stall_s = watchdog_period_s() or DEFAULT_STALL_S
         async with long_step(lambda: "recovering the nvme tier", Liveness(disk, stall_s, clock)):
-            sink = WatchedEvents(events, requests) if events is not None and settings.metrics.requests else events
-            manager = await _start_manager(parts, settings, clock, sink, store)
-        server = Server(
-            manager,
-            places.tenant,
-            tenant=settings.server.tenant,
-            limits=_limits(settings),
-            chunks=manager,
-            clock=clock,
-            name=f"kvtierd {__version__}",
-            observer=requests if settings.metrics.requests else None,
-        )
+            if events is not None and settings.metrics.requests:
+                events.watched(requests)
+            manager = await _start_manager(parts, settings, clock, events, store)
+        server = Endpoints(manager, settings, places.tenants, clock, requests if settings.metrics.requests else None)
         manager.reports.append(requests.statistics)
         manager.reports.append(reporter(server, events))
         parts.push_async_callback(server.close)
-        await server.start(replace_stale=True)
-        if server.arena is not None:
-            manager.on_chunk_gone(server.arena.chunk_gone)
+        await server.start()
+        manager.on_chunk_gone(server.chunk_gone)
         liveness = Liveness({"copies": manager.progress, **disk}, stall_s, clock)
         pages.viewed = daemon = Daemon(manager, server, liveness, requests)
         parts.push_async_callback(daemon.close)
@@ -210,10 +210,10 @@ async def _end(task: asyncio.Task[None]) -> None:
     await asyncio.wait([task])
 
 
-def _start_events(parts: AsyncExitStack, places: Places) -> EventPublisher:
-    events = EventPublisher(places.tenant)
+def _start_events(parts: AsyncExitStack, places: Places) -> TenantEvents:
+    events = TenantEvents(places.tenants)
     parts.callback(events.close)
-    events.start(replace_stale=True)
+    events.start()
     return events
 
 
@@ -221,14 +221,13 @@ async def _start_manager(
     parts: AsyncExitStack,
     settings: Settings,
     clock: Clock,
-    events: EventSink | None,
+    events: Events | None,
     store: SegmentStore | StripedStore | None,
 ) -> TierManager:
     """The manager owns store and device from the moment it has them, and closes them."""
     device = open_device(settings.gpu) if settings.gpu.capacity else None
-    tenant = settings.server.tenant
     kept = _kept_files(settings)
-    manager = TierManager(settings, store=store, device=device, clock=clock, events=events, tenant=tenant, kept=kept)
+    manager = TierManager(settings, store=store, device=device, clock=clock, events=events, kept=kept)
     parts.push_async_callback(manager.close)
     await manager.start()
     if store is not None:
@@ -257,17 +256,6 @@ def _kept_files(settings: Settings) -> Kept | None:
         NotifyKeeper().forget(name)
         os.close(fd)
     return None
-
-
-def _limits(settings: Settings) -> Limits:
-    server = settings.server
-    return Limits(
-        max_sessions=server.max_sessions,
-        max_inflight=server.max_inflight,
-        max_message_bytes=server.max_message_bytes,
-        session_idle_s=server.session_idle_s,
-        lease_ttl_ms=settings.leases.ttl_ms,
-    )
 
 
 def _described(entry: NamespaceEntry, blocks: int) -> dict[str, Any]:

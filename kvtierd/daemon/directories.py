@@ -12,19 +12,19 @@ from kvtierd.config.fields import split_folders
 from kvtierd.config.schema import Settings
 from kvtierd.core.errors import ExitCode, StartupError
 from kvtierd.core.folders import ADMIN_FOLDER
+from kvtierd.daemon.tenants import TenantFolder, tenant_folders
 
 RUNTIME_MODE = 0o755
-TENANT_MODE = 0o750
 DATA_MODE = 0o750
 ADMIN_MODE = 0o700
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Places:
-    """Where a daemon's files lie; `tenant` holds the sockets of one tenant, `data` is a folder for each device."""
+    """Where a daemon's files lie; `tenants` are the folders of their sockets, `data` is a folder for each device."""
 
     runtime: Path
-    tenant: Path
+    tenants: tuple[TenantFolder, ...]
     data: tuple[Path, ...]
 
     @classmethod
@@ -32,7 +32,12 @@ class Places:
         """The places that settings name."""
         runtime = Path(settings.server.runtime_dir)
         data = tuple(map(Path, split_folders(settings.nvme.directory)))
-        return cls(runtime, runtime / settings.server.tenant, data)
+        return cls(runtime, tenant_folders(settings), data)
+
+    @property
+    def tenant(self) -> Path:
+        """The folder of the tenant that is always there."""
+        return self.tenants[0].path
 
     @property
     def lock(self) -> Path:
@@ -41,9 +46,11 @@ class Places:
 
 
 def prepare_runtime(places: Places) -> None:
-    """Make the folders of the sockets. Raises StartupError (74) with one line."""
+    """Make the folders of the sockets, or check them. Raises StartupError (74, 78) with one line."""
     _make(places.runtime, RUNTIME_MODE, "runtime folder")
-    _make(places.tenant, TENANT_MODE, "tenant's folder")
+    for tenant in places.tenants:
+        _make(tenant.path, tenant.mode, "tenant's folder")
+        tenant.verify()
 
 
 def prepare_admin(places: Places) -> Path:

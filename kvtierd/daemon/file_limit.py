@@ -5,11 +5,14 @@ from __future__ import annotations
 import resource
 
 from kvtierd.config.schema import Settings
+from kvtierd.daemon.tenants import sessions_max
 
 PER_SESSION = 3
 """The ZeroMQ connection, the arena connection, and the pidfd of the process behind it."""
 PER_CHUNK = 2
 """Data and generation table."""
+PER_TENANT = 32
+"""Its sockets, and what ZeroMQ's threads behind them have."""
 SPARE = 128
 """Sockets, the lock, libraries, and segments that are being read."""
 
@@ -17,7 +20,9 @@ SPARE = 128
 def descriptors_wanted(settings: Settings) -> int:
     """Most descriptors that the daemon opens with these settings."""
     chunks = settings.host.capacity // settings.host.chunk_bytes
-    return PER_SESSION * settings.server.max_sessions + PER_CHUNK * chunks + SPARE
+    names = {settings.server.tenant, *settings.tenants}
+    clients = sum(sessions_max(settings, name) for name in names) * (2 if settings.server.tcp else 1)
+    return PER_SESSION * clients + PER_CHUNK * chunks + PER_TENANT * len(names) + SPARE
 
 
 def raise_file_limit(settings: Settings) -> str:

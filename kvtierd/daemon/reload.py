@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtierd.config.check import contradictions
-from kvtierd.config.fields import FIELDS, Field, Value
+from kvtierd.config.fields import FIELDS, TENANT_FIELDS, Field, Value, tenant_key
 from kvtierd.config.loader import ConfigError, Loaded, build
-from kvtierd.config.schema import Settings
+from kvtierd.config.schema import Settings, Tenant
 from kvtierd.core.units import format_bytes
 from kvtierd.telemetry import log as log_lines
 from kvtierd.telemetry.notify import notify, notify_reloading
@@ -43,11 +43,14 @@ def plan(running: Settings, written: Settings) -> Plan:
     Raises ValueError when what is taken over contradicts what stays.
     """
     values, changed, waiting = dict[str, Value](), list[str](), list[str]()
-    for key, field in FIELDS.items():
+    for key, field in _fields_of(running).items():
         old, new = _value(running, key), _value(written, key)
         values[key] = new if field.reload else old
         if old != new:
             (changed if field.reload else waiting).append(f"{key} {_show(field, old)} -> {_show(field, new)}")
+    values |= dict.fromkeys((f"tenants.{name}" for name in running.tenants), "")
+    waiting += [f"tenants.{name} is new" for name in written.tenants if name not in running.tenants]
+    waiting += [f"tenants.{name} goes" for name in running.tenants if name not in written.tenants]
     if problems := contradictions(values, dict.fromkeys(values, "with what stays until a restart")):
         raise ValueError("; ".join(map(str, problems)))
     return Plan(build(values), changed, waiting)
@@ -90,10 +93,17 @@ class Reloader:
         return f"reloaded, {len(found.changed)} settings changed, {len(found.waiting)} wait for a restart"
 
 
+def _fields_of(settings: Settings) -> dict[str, Field]:
+    """Every setting by key, those of its tenants too."""
+    own = {tenant_key(name, leaf): field for name in settings.tenants for leaf, field in TENANT_FIELDS.items()}
+    return FIELDS | own
+
+
 def _value(settings: Settings, key: str) -> Any:
+    """The value of a setting; of a tenant that is not there any more, which nobody may use, the defaults."""
     node: Any = settings
     for name in key.split("."):
-        node = getattr(node, name)
+        node = node.get(name, Tenant()) if isinstance(node, dict) else getattr(node, name)
     return node
 
 

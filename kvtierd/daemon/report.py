@@ -1,4 +1,4 @@
-"""What the daemon says of itself among its statistics: the process and its server."""
+"""What the daemon says of itself among its statistics: the process and its endpoints."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from kvtierd import __version__
-from kvtierd.protocol.events import EventPublisher
-from kvtierd.protocol.server import Server
+from kvtierd.daemon.endpoints import Endpoints
+from kvtierd.daemon.tenant_events import TenantEvents
 
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
-def reporter(server: Server, events: EventPublisher | None) -> Callable[[], Mapping[str, Any]]:
+def reporter(server: Endpoints, events: TenantEvents | None) -> Callable[[], Mapping[str, Any]]:
     """A function that reads the numbers now; every name is a row of kvtierd.telemetry.metrics."""
     begin_s = time.monotonic()
 
@@ -26,8 +26,8 @@ def reporter(server: Server, events: EventPublisher | None) -> Callable[[], Mapp
             "daemon_pid": os.getpid(),
             "daemon_uptime_s": int(time.monotonic() - begin_s),
             "daemon_resident_bytes": int(_STATM.read_text().split()[1]) * _PAGE_BYTES,
-            "server_sessions": len(server.sessions),
-            "server_sessions_opened_total": server.sessions.opened_total,
+            "server_sessions": server.sessions,
+            "server_sessions_opened_total": server.sessions_opened_total,
             "server_event_batches_total": events.batches_total if events else 0,
             **{f"server_{name}": value for name, value in server.counters.items()},
         }

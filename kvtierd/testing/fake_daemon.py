@@ -21,13 +21,23 @@ T = TypeVar("T")
 
 
 class ThreadDaemon:
-    """A server whose loop runs in a thread: tests reach into `service` and `server` through `call`."""
+    """A server whose loop runs in a thread: tests reach into `service` and `server` through `call`.
+
+    `make` makes another kind of server for the service.
+    """
 
     def __init__(
-        self, folder: Path, service: FakeService | None = None, limits: Limits | None = None, *, arena: bool = True
+        self,
+        folder: Path,
+        service: FakeService | None = None,
+        limits: Limits | None = None,
+        *,
+        arena: bool = True,
+        make: Callable[[FakeService], Server] | None = None,
     ) -> None:
         self.service = service or FakeService()
-        self.server = Server(self.service, folder, limits=limits, chunks=self.service if arena else None)
+        chunks = self.service if arena else None
+        self.server = make(self.service) if make else Server(self.service, folder, limits=limits, chunks=chunks)
         self.endpoint = self.server.endpoint
         self.errors: list[str] = []
         self._started = threading.Event()
@@ -42,6 +52,7 @@ class ThreadDaemon:
             await self.server.start()
         except Exception as error:  # noqa: BLE001 - raised where the thread was started
             self._failure = error
+        self.endpoint = self.server.endpoint  # a port may have been chosen by now
         self._started.set()
         if self._failure is None:
             await self._stop.wait()

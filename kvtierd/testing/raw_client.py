@@ -10,6 +10,7 @@ from typing import Self, TypeVar
 import zmq
 
 from kvtierd.protocol.codec import decode_reply, encode
+from kvtierd.protocol.curve import CurveKeys
 from kvtierd.protocol.messages import AnyReply, AnyRequest, ErrorReply, Hello, HelloReply, Stats
 
 R = TypeVar("R", bound=AnyReply)
@@ -19,13 +20,15 @@ Frame = bytes | bytearray | memoryview
 class RawClient:
     """`ask` fills in id, epoch and a deadline; `send` sends frames as they are. Waits at most 20 s for a reply."""
 
-    def __init__(self, endpoint: str, *, routing_id: bytes = b"") -> None:
+    def __init__(self, endpoint: str, *, routing_id: bytes = b"", curve: CurveKeys | None = None) -> None:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RCVTIMEO, 20_000)
         if routing_id:
             self.socket.setsockopt(zmq.ROUTING_ID, routing_id)
+        if curve is not None:
+            curve.secure(self.socket)
         self.socket.connect(endpoint)
         self.epoch = 0
         self.token = b""

@@ -90,7 +90,7 @@ class PartFetcher:
         known = (sequence.known[numbers] & exact).tolist()
         items = [
             LayerItem(
-                entry.digest,
+                entry.stored_digest,
                 table.key[row].tobytes(),
                 entry.geometry,
                 copies.extent(row, entry),

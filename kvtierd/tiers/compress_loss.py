@@ -47,7 +47,7 @@ def _drop(copies: Copies, entry: NamespaceEntry, rows: Rows) -> None:
     lossy = {tier: _here(copies, rows, tier) for tier in (TIER_NVME, TIER_GPU, TIER_HOST)}
     on_disk = lossy[TIER_NVME]
     for row in on_disk.tolist():
-        copies.dead_extents.append((entry.digest, table.key[row].tobytes(), copies.extent(row, entry)))
+        copies.dead_extents.append((entry.stored_digest, table.key[row].tobytes(), copies.extent(row, entry)))
     if on_disk.size:
         copies.drop_nvme(on_disk)
     if lossy[TIER_GPU].size:

@@ -63,7 +63,7 @@ class Decoder:
             sums = np.zeros_like(sums)
         key, extent = copies.blocks.table.key[row].tobytes(), copies.extent(row, entry)
         total = copies.shapes.forms.nvme_sum(row)
-        return ReadItem(entry.digest, key, entry.geometry, extent, total, out, sums, codec)
+        return ReadItem(entry.stored_digest, key, entry.geometry, extent, total, out, sums, codec)
 
     async def finish(
         self, move: Move, places: npt.NDArray[np.intp], items: list[ReadItem], errors: list[StorageError | None]

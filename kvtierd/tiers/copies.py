@@ -30,7 +30,7 @@ BIT: dict[Tier, int] = {"gpu": TIER_GPU, "host": TIER_HOST, "nvme": TIER_NVME}
 
 
 class EventSink(Protocol):
-    """Who is told about blocks that appear and vanish."""
+    """Who is told about blocks of one tenant that appear and vanish."""
 
     def stored(self, keys: Sequence[bytes], parent: bytes | None, block_size: int, medium: str) -> None:
         """Blocks became visible."""
@@ -41,11 +41,19 @@ class EventSink(Protocol):
         ...
 
 
+class Events(Protocol):
+    """What is told of blocks, tenant by tenant."""
+
+    def of(self, tenant: str) -> EventSink:
+        """Who is told about a tenant's."""
+        ...
+
+
 class Copies:
     """The blocks and their copies."""
 
     def __init__(
-        self, blocks: Blocks, host: HostTier, gpu: GpuTier | None, events: EventSink | None, clock: Clock
+        self, blocks: Blocks, host: HostTier, gpu: GpuTier | None, events: Events | None, clock: Clock
     ) -> None:
         self.blocks = blocks
         self.host = host
@@ -226,10 +234,16 @@ class Copies:
     def _forget(self, bare: Rows) -> None:
         if bare.size:
             if self.events is not None:
-                self.events.removed([key.tobytes() for key in self.blocks.table.key[bare]], "host")
+                self._tell_removed(self.events, bare)
             self.blocks.drop(bare)
+
+    def _tell_removed(self, events: Events, rows: Rows) -> None:
+        numbers = self.blocks.table.namespace[rows]
+        for number in np.unique(numbers).tolist():
+            keys = self.blocks.table.key[rows[numbers == number]]
+            events.of(self.namespaces[number].tenant).removed([key.tobytes() for key in keys], "host")
 
     def _bury(self, entry: NamespaceEntry, rows: Rows) -> None:
         keys = self.blocks.table.key
         for row in rows.tolist():
-            self.dead_extents.append((entry.digest, keys[row].tobytes(), self.extent(row, entry)))
+            self.dead_extents.append((entry.stored_digest, keys[row].tobytes(), self.extent(row, entry)))

@@ -23,7 +23,7 @@ from kvtierd.tiers.admin import Admin
 from kvtierd.tiers.attend import Attention
 from kvtierd.tiers.blocks import Blocks
 from kvtierd.tiers.compress import Compressor
-from kvtierd.tiers.copies import Copies, EventSink
+from kvtierd.tiers.copies import Copies, Events
 from kvtierd.tiers.demand import Demand
 from kvtierd.tiers.expiry import Expiry
 from kvtierd.tiers.gpu_tier import GpuTier
@@ -76,13 +76,11 @@ class TierManager:
         store: BlockStore | None,
         device: Device | None,
         clock: Clock,
-        events: EventSink | None = None,
-        tenant: str = "default",
+        events: Events | None = None,
         seed: int | None = None,
         kept: Kept | None = None,
     ) -> None:
         self.settings = settings
-        self.tenant = tenant
         self._clock = clock
         self._store = store
         self._workers = Workers(settings.worker_threads)
@@ -112,7 +110,7 @@ class TierManager:
             self._write_behind = WriteBehind(self.copies, store, limit, clock)
             self._write_behind.compressor = self._compressor
             self._offload = Offload(self.copies, self._write_behind, settings.nvme, settings.max_blocks, clock, secret)
-            self.on_disk = OnDisk(self.copies, store, tenant, self._demand, self._offload)
+            self.on_disk = OnDisk(self.copies, store, self._demand, self._offload)
         self._speeds = Speeds(clock)
         self._onboarder = Onboarder(self._room, store, self._workers, self._speeds, ONBOARDS_INFLIGHT_MAX)
         self._onboarder.verifier = self._warm.verifier

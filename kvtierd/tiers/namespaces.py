@@ -8,6 +8,7 @@ from collections.abc import Callable
 from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.namespace import Namespace
+from kvtierd.tiers.disk_names import stored_as
 
 MAX_NAMESPACES = 65_000
 """Numbers are u16 in the block table; the rest is kept for marks of our own."""
@@ -29,6 +30,13 @@ class NamespaceEntry:
     """Whether a client has registered it in this life of the daemon."""
     ttl_s: int = 0
     """Shortest time to live that a client named, in seconds; 0 where none did."""
+    stored: Namespace = dataclasses.field(init=False)
+    """As the store knows it."""
+    stored_digest: bytes = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stored = stored_as(self.tenant, self.namespace)
+        self.stored_digest = self.digest if self.stored is self.namespace else self.stored.digest()
 
     @property
     def geometry(self) -> Geometry:
@@ -46,7 +54,7 @@ class NamespaceTable:
         """Told of an entry that is new, or has changed."""
 
     def register(self, tenant: str, namespace: Namespace, *, allow_loss: bool | None, ttl_s: int = 0) -> NamespaceEntry:
-        """Find or make the entry; RequestError `busy` when full.
+        """Find or make the entry; RequestError `busy` when full, `bad_argument` for a salt that cannot be.
 
         Loss stays forbidden once one client forbade it, and the shortest time to live holds. `allow_loss` is None where
         no client speaks: blocks of it were found on disk.

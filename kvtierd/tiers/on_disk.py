@@ -14,6 +14,7 @@ from kvtierd.storage.interface import BlockStore, Extent, Recovered
 from kvtierd.tiers.blocks import VISIBLE, Rows
 from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.demand import Demand
+from kvtierd.tiers.disk_names import read_as
 from kvtierd.tiers.offload import Offload
 
 _log = logging.getLogger(__name__)
@@ -22,10 +23,9 @@ _log = logging.getLogger(__name__)
 class OnDisk:
     """What the store says of extents, entered in the block table. A block's row is its tag in the store."""
 
-    def __init__(self, copies: Copies, store: BlockStore, tenant: str, demand: Demand, offload: Offload) -> None:
+    def __init__(self, copies: Copies, store: BlockStore, demand: Demand, offload: Offload) -> None:
         self._copies = copies
         self._store = store
-        self._tenant = tenant
         self._offload = offload
         store.on_reclaim(self.reclaimed)
         store.on_rewrite(lambda rows: demand.heat(rows.astype(np.int32)), self.moved)
@@ -39,8 +39,8 @@ class OnDisk:
         spaces, begins = np.unique(found.space[order], return_index=True)
         for space, places in zip(spaces.tolist(), np.split(order, begins)[1:], strict=True):
             try:
-                namespace = found.namespaces[found.digests[space]]
-                entry = self._copies.namespaces.register(self._tenant, namespace, allow_loss=None)
+                tenant, namespace = read_as(found.namespaces[found.digests[space]])
+                entry = self._copies.namespaces.register(tenant, namespace, allow_loss=None)
             except RequestError as error:  # more than fit: that must not keep the daemon from starting
                 _log.warning("recovery: %d blocks are left out: %s", places.size, error)
                 found.dropped += places.size

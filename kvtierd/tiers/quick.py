@@ -236,7 +236,7 @@ class Quick:
             gone = told[evicting.FORGOTTEN]
             if gone and self._copies.events is not None:
                 names = keys_out.tobytes()
-                self._copies.events.removed(
+                self._copies.events.of(cls.tenant).removed(
                     [names[at : at + KEY_BYTES] for at in range(0, KEY_BYTES * gone, KEY_BYTES)], "host"
                 )
 

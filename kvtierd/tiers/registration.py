@@ -49,7 +49,7 @@ class Registration:
             session.tenant, request.namespace, allow_loss=request.allow_loss, ttl_s=request.ttl_s
         )
         if self._store is not None:
-            self._store.register(entry.digest, entry.namespace)
+            self._store.register(entry.stored_digest, entry.stored)
         reply = m.NamespaceReply(
             id=0,
             namespace=state_of(session).number_of(entry),

@@ -115,7 +115,7 @@ class Warm(Cold):
         """See Cold."""
         if store is not None:
             for entry in self._copies.namespaces.entries:
-                store.register(entry.digest, entry.namespace)
+                store.register(entry.stored_digest, entry.stored)
         used: list[Slots] = []
         ours: Ours = []
         for cls, number, rows64, slots in _groups(self._taken.blocks):

@@ -196,7 +196,9 @@ class WriteBehind:
             alive &= ~encoded.withheld
         keys = table.key[batch.rows]
         items = [
-            WriteItem(entry.digest, keys[i].tobytes(), entry.geometry, copies.host.view(batch.cls, slot), sums[i], row)
+            WriteItem(
+                entry.stored_digest, keys[i].tobytes(), entry.geometry, copies.host.view(batch.cls, slot), sums[i], row
+            )
             for i, (row, slot) in enumerate(zip(batch.rows.tolist(), batch.slots.tolist(), strict=True))
             if alive[i]
         ]
@@ -263,7 +265,7 @@ class WriteBehind:
             return
         # Deleted, or loss forbidden, while it was being written: what reached the disk must not come back.
         key = copies.blocks.table.key[row].tobytes()
-        copies.dead_extents.append((entry.digest, key, extent))
+        copies.dead_extents.append((entry.stored_digest, key, extent))
         self._wake.set()
 
     def _end_move(self, rows: Rows) -> None:

@@ -233,7 +233,7 @@ class Writes:
             copies.counters["committed_bytes"] += rows.size * entry.geometry.block_bytes
             if copies.events is not None:
                 keys = [key.tobytes() for key in copies.blocks.table.key[rows]]
-                copies.events.stored(keys, None, entry.geometry.block_size, "host")
+                copies.events.of(entry.tenant).stored(keys, None, entry.geometry.block_size, "host")
         return Answer(CommitReply(id=0, committed=rows.size, existed=which.size - rows.size))
 
     def _finish_slowly(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtierd.config.check import MAX_IPC_PATH_BYTES, SOCKET_NAME_BYTES
 from kvtierd.config.schema import Nvme, Server, Settings
+from kvtierd.config.tenants import MAX_IPC_PATH_BYTES, SOCKET_NAME_BYTES
 from kvtierd.core.errors import StartupError
 from kvtierd.daemon.directories import Places, prepare_data, prepare_runtime
 from kvtierd.daemon.lock import RuntimeLock

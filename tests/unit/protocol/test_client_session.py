@@ -44,7 +44,9 @@ def test_the_endpoint_is_found_where_the_environment_says(monkeypatch: pytest.Mo
     assert default_endpoint() == "ipc:///run/kvtierd/default/kvtierd.sock"
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5555", "ipc://", "/run/kvtierd.sock", "ipc:///" + "x" * 107])
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://127.0.0.1", "udp://127.0.0.1:5555", "ipc://", "/run/kvtierd.sock", "ipc:///" + "x" * 107]
+)
 def test_an_endpoint_that_is_none_is_the_callers_mistake(endpoint: str) -> None:
     with pytest.raises(ValueError, match="endpoint"):
         Client(endpoint)
