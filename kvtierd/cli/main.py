@@ -47,6 +47,7 @@ COMMANDS = {
     "stress": Command("kvtierd.cli.stress", "put a long context through small tiers and check every byte of it"),
     "bench": Command("kvtierd.cli.bench", "measure a figure against its reference"),
     "precompile": Command("kvtierd.cli.precompile", "compile all kernels into the cache folder"),
+    "keygen": Command("kvtierd.cli.keygen", "make a CURVE key pair, for clients of other machines"),
     "systemd": Command("kvtierd.cli.systemd", "put the service's files in place, or remove them"),
     "man": Command("kvtierd.cli.man", "print a manual page"),
     "completion": Command("kvtierd.cli.completion", "print completion for a shell"),

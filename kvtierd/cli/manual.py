@@ -102,7 +102,13 @@ def _kvtierctl() -> Iterator[str]:
             yield from (".PP", _text(more))
         yield from _options(parser)
     yield ".SH ENVIRONMENT"
-    yield from _terms({"KVTIERD_ENDPOINT": "the daemon's address, where --endpoint is not given"})
+    yield from _terms(
+        {
+            "KVTIERD_ENDPOINT": "the daemon's address, where --endpoint is not given",
+            "KVTIERD_SERVER_KEY": "the daemon's public key, for an address of another machine (tcp://HOST:PORT)",
+            "KVTIERD_KEY_FILE": "file with one's own key pair, for such an address; `kvtierctl keygen` makes it",
+        }
+    )
     yield ".SH EXIT STATUS"
     yield from _terms(
         {

@@ -205,14 +205,14 @@ class Metrics(_Section, frozen=True, kw_only=True):
     """Requests that take longer go to the slow log (`kvtierctl slowlog`); 0 keeps all of them."""
 
 
-<<<<<<< HEAD
 class Testing(_Section, frozen=True, kw_only=True):
     """For tests of the daemon alone; leave it empty."""
 
     disk_faults: Annotated[str, Meta(extra={"unit": "file"})] = ""
     """File of faults that the disk of the nvme tier is to have (kvtierd.testing.disk_faults), read again when it
     changes; "" is an ordinary disk. Never set it where blocks matter."""
-=======
+
+
 class Tenant(_Section, frozen=True, kw_only=True):
     """Tenants by name, each with a folder of its own for its sockets, below `server.runtime_dir`. Another tenant's
     block is a miss in every operation. `server.tenant` is one of them, also where it is not named here; what is written
@@ -242,7 +242,6 @@ class Tenant(_Section, frozen=True, kw_only=True):
     nvme_inflight: Annotated[int, Meta(ge=0, le=65_536), _LIVE] = 0
     """Blocks being read from nvme at one time. Of a request that wants more the leading ones are read; `busy` where
     there is room for none."""
->>>>>>> c162812 (Serve several tenants at endpoints of their own, and clients of other machines by their CURVE keys)
 
 
 class Settings(_Section, frozen=True, kw_only=True):
@@ -259,11 +258,8 @@ class Settings(_Section, frozen=True, kw_only=True):
     attention: Attention = Attention()
     log: Log = Log()
     metrics: Metrics = Metrics()
-<<<<<<< HEAD
     testing: Testing = Testing()
-=======
     tenants: dict[str, Tenant] = {}
->>>>>>> c162812 (Serve several tenants at endpoints of their own, and clients of other machines by their CURVE keys)
     cache_dir: Folder = ""
     """Folder of compiled kernels; "" takes $CACHE_DIRECTORY or the user's cache folder."""
     max_blocks: Annotated[int, Meta(ge=1024, le=1 << 30)] = 8 << 20

@@ -11,11 +11,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-<<<<<<< HEAD
-from kvtierd import __version__
 from kvtierd.config.fields import split_folders
-=======
->>>>>>> c162812 (Serve several tenants at endpoints of their own, and clients of other machines by their CURVE keys)
 from kvtierd.config.schema import Settings
 from kvtierd.core.clock import Clock, SystemClock
 from kvtierd.core.errors import ExitCode, StartupError
@@ -33,13 +29,7 @@ from kvtierd.daemon.requests import RequestLog
 from kvtierd.daemon.tenant_events import TenantEvents
 from kvtierd.gpu import open_device
 from kvtierd.protocol.endpoint import SOCKET_NAME
-<<<<<<< HEAD
-from kvtierd.protocol.events import EventPublisher
-from kvtierd.protocol.server import Server
-from kvtierd.protocol.sessions import Limits
 from kvtierd.storage.io_select import SelectedIo
-=======
->>>>>>> c162812 (Serve several tenants at endpoints of their own, and clients of other machines by their CURVE keys)
 from kvtierd.storage.store import SegmentStore
 from kvtierd.storage.striped import StripedStore, make_store
 from kvtierd.telemetry.notify import watchdog_period_s

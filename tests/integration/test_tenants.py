@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -121,9 +123,9 @@ def test_case_09_another_tenants_blocks_are_answered_as_blocks_that_nobody_store
 
 
 def test_case_09_numbers_of_another_tenant_are_like_numbers_that_nobody_has(daemon: EmbeddedDaemon) -> None:
-    with RawClient(daemon.endpoint) as a, RawClient(endpoint(daemon, "b")) as b:
-        arenas = [attached(raw) for raw in (a, b)]
+    with ExitStack() as held, RawClient(daemon.endpoint) as a, RawClient(endpoint(daemon, "b")) as b:
         for raw in (a, b):
+            held.callback(attached(raw).close)
             raw.ask(m.RegisterNamespace(id=0, namespace=SPACE), m.NamespaceReply)
         keys = block_keys(SPACE.digest(), range(5_000_000, 5_000_000 + 32), 16)
         reserved = a.ask(m.Reserve(id=0, namespace=1), m.ReserveReply, [keys.tobytes()])[0].reservation
@@ -138,30 +140,28 @@ def test_case_09_numbers_of_another_tenant_are_like_numbers_that_nobody_has(daem
             assert errors[0] == errors[1]
             assert errors[0][0] == "not_yours"
         a.ask(m.Abort(id=0, reservation=reserved), m.OkReply)
-        for arena in arenas:
-            arena.close()
 
 
 def attached(raw: RawClient) -> Arena:
-    return Arena.attach(raw.hello().arena, raw.token, 1 << 62)
+    return Arena.attach(raw.hello().arena, raw.token, time.monotonic_ns() + 20_000_000_000)
 
 
 def test_case_09_memory_of_another_tenant_cannot_be_mapped(daemon: EmbeddedDaemon) -> None:
-    with RawClient(daemon.endpoint) as a, RawClient(endpoint(daemon, "b")) as b:
+    with ExitStack() as held, RawClient(daemon.endpoint) as a, RawClient(endpoint(daemon, "b")) as b:
         mine, theirs = attached(a), attached(b)
+        held.callback(mine.close)
+        held.callback(theirs.close)
         space = a.ask(m.RegisterNamespace(id=0, namespace=SPACE), m.NamespaceReply)[0].namespace
         keys = block_keys(SPACE.digest(), range(6_000_000, 6_000_000 + 16), 16)
         frames = a.ask(m.Reserve(id=0, namespace=space), m.ReserveReply, [keys.tobytes()])[1]
         chunk = int(np.frombuffer(frames[0], m.SLOT_DTYPE)["chunk"][0])
-        assert mine.map(chunk, 1 << 62).data.size == 4 << 20
+        assert mine.map(chunk, time.monotonic_ns() + 20_000_000_000).data.size == 4 << 20
         refusals = []
         for number in (chunk, 99_999):
             with pytest.raises(ArenaError) as caught:
-                theirs.map(number, 1 << 62)
+                theirs.map(number, time.monotonic_ns() + 20_000_000_000)
             refusals.append(str(caught.value).replace(str(number), "N"))
         assert refusals[0] == refusals[1]
-        mine.close()
-        theirs.close()
 
 
 def test_case_09_token_opens_nothing_at_another_tenants_sockets(daemon: EmbeddedDaemon) -> None:
@@ -172,7 +172,7 @@ def test_case_09_token_opens_nothing_at_another_tenants_sockets(daemon: Embedded
         refusals = []
         for tried in (token, bytes(16)):
             with pytest.raises(ArenaError) as caught:
-                Arena.attach(theirs.arena, tried, 1 << 62)
+                Arena.attach(theirs.arena, tried, time.monotonic_ns() + 20_000_000_000)
             refusals.append(str(caught.value))
         assert refusals[0] == refusals[1]
 
@@ -201,16 +201,6 @@ def test_case_09_events_are_told_to_their_tenant_alone(daemon: EmbeddedDaemon) -
         for ear in ears.values():
             ear.close()
         context.term()
-
-
-def test_statistics_of_a_tenant_tell_nothing_of_another(daemon: EmbeddedDaemon) -> None:
-    with client(daemon, "default") as a, client(daemon, "b") as b:
-        b.purge()
-        before = b.stats()
-        a.store(a.register(SPACE), block_keys(SPACE.digest(), range(7_000_000, 7_000_160), 16), blocks_of(3)[:10])
-        after = b.stats()
-        changed = {name for name in after if after[name] != before.get(name)}
-        assert changed <= {"daemon_uptime_s", "requests_total"}, changed
 
 
 def test_remote_client_is_the_tenant_of_its_key(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import grp
 import os
 import stat
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtierd.config.schema import Nvme, Server, Settings
+from kvtierd.config.schema import Nvme, Server, Settings, Tenant
 from kvtierd.config.tenants import MAX_IPC_PATH_BYTES, SOCKET_NAME_BYTES
 from kvtierd.core.errors import StartupError
 from kvtierd.daemon.directories import Places, prepare_data, prepare_runtime
@@ -115,3 +116,45 @@ def test_lock_does_not_follow_a_link(tmp_path: Path) -> None:
         RuntimeLock(tmp_path / "lock")
     assert caught.value.exit_code == 74
     assert (tmp_path / "victim").read_text() == "precious"
+
+
+def with_tenants(tmp_path: Path, **tenants: Tenant) -> Places:
+    return Places.of(Settings(server=Server(runtime_dir=str(tmp_path / "run")), tenants=tenants))
+
+
+def test_every_tenant_has_a_folder_with_its_mode(tmp_path: Path) -> None:
+    places = with_tenants(tmp_path, a=Tenant(), b=Tenant(mode="0700"), default=Tenant(mode="0755"))
+    prepare_runtime(places)
+    found = {folder.name: _mode(folder.path) for folder in places.tenants}
+    assert found == {"default": 0o755, "a": 0o750, "b": 0o700}
+    assert places.tenant.name == "default", "that of server.tenant is first"
+
+
+def test_tenants_folder_that_is_open_to_everybody_is_refused(tmp_path: Path) -> None:
+    places = with_tenants(tmp_path, a=Tenant())
+    (tmp_path / "run" / "a").mkdir(parents=True)
+    (tmp_path / "run" / "a").chmod(0o755)
+    with pytest.raises(StartupError, match="tenant a is open to everybody") as caught:
+        prepare_runtime(places)
+    assert caught.value.exit_code == 74
+
+
+def test_folder_and_sockets_are_given_to_the_tenants_group(tmp_path: Path) -> None:
+    group = next((entry for gid in os.getgroups() if (entry := grp.getgrgid(gid)).gr_gid != os.getegid()), None)
+    group = group or grp.getgrgid(os.getegid())
+    if os.geteuid() == 0:
+        group = grp.getgrnam("daemon")
+    places = with_tenants(tmp_path, a=Tenant(group=group.gr_name))
+    prepare_runtime(places)
+    folder = places.tenants[1]
+    socket = folder.path / "s"
+    socket.touch()
+    folder.settle(socket)
+    assert {folder.path.stat().st_gid, socket.stat().st_gid} == {group.gr_gid}
+    assert _mode(socket) == 0o660
+
+
+def test_group_that_is_not_there_is_a_mistake_of_the_configuration(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="no group 'nobodys-group'") as caught:
+        prepare_runtime(with_tenants(tmp_path, a=Tenant(group="nobodys-group")))
+    assert caught.value.exit_code == 78

@@ -6,7 +6,7 @@ import pytest
 
 from kvtierd.config.fields import FIELDS
 from kvtierd.config.loader import build
-from kvtierd.config.schema import Host, KvCache, Leases, Log, Settings
+from kvtierd.config.schema import Host, KvCache, Leases, Log, Settings, Tenant
 from kvtierd.core.clock import ManualClock
 from kvtierd.daemon.reload import plan
 from kvtierd.tiers.manager import TierManager
@@ -68,3 +68,17 @@ def test_manager_takes_over_every_reloadable_setting_of_the_tiers() -> None:
     assert manager._reads._limits.max_ttl_ms == 700_000
     assert manager._writes._granting.ttl_ms == 5
     assert manager._admin.pinned_bytes_max == 1 << 20
+
+
+def test_quotas_and_keys_of_tenants_change_and_tenants_that_come_or_go_wait() -> None:
+    running = Settings(tenants={"a": Tenant(), "b": Tenant()})
+    written = Settings(tenants={"a": Tenant(host_bytes=GIB, keys="k" * 40, group="staff"), "c": Tenant()})
+    found = plan(running, written)
+    assert found.settings.tenants == {"a": Tenant(host_bytes=GIB, keys="k" * 40), "b": Tenant()}
+    assert len(found.changed) == 2
+    assert found.waiting == ["tenants.a.group '' -> staff", "tenants.c is new", "tenants.b goes"]
+
+
+def test_tenant_that_goes_loses_its_remote_clients_at_once() -> None:
+    found = plan(Settings(tenants={"a": Tenant(keys="k" * 40)}), Settings())
+    assert found.settings.tenants == {"a": Tenant()}
