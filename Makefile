@@ -26,6 +26,7 @@ make-venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || \
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 BENCH_ARGS ?= all
+TORTURE_ARGS ?=
 
 .PHONY: help install run test torture check kernels engines-env test-engines test-system docs bench clean distclean
 
@@ -59,8 +60,8 @@ run: $(DEMO) ## Show a real model's KV going through all three tiers and a resta
 test: $(DEV) ## Run the tests
 	@$(BIN)/python -m pytest -m 'not engines and not torture and not system' --ignore=tests/engines $(PYTEST_ARGS)
 
-torture: $(DEV) ## Long random runs: a hundred kills under load and the like
-	@$(BIN)/python -m pytest -m torture --ignore=tests/engines $(PYTEST_ARGS)
+torture: $(DEV) ## A hundred kills, a million fuzzed frames, every failing call, half an hour of soak; goes on where it ended
+	@$(BIN)/python -m tests.torture $(TORTURE_ARGS)
 
 check: $(DEV) ## Formatting, lint, types, and which package may import which
 	@$(BIN)/ruff format --check .

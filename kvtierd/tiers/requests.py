@@ -38,6 +38,8 @@ class Requests:
         """Number of the longest young request whose blocks `keys` begin with, or -1."""
         if self._fits(self._newest, keys, now_ns):
             return self._newest
+        if not keys.size:  # a request about no blocks, which is one of its own
+            return -1
         ends = np.minimum(self._sizes, keys.size) - 1
         same = np.flatnonzero((self._sizes > 0) & (self._sizes <= keys.size) & (keys[ends] == self._last_keys))
         young = [number for number in same.tolist() if now_ns - self._began_ns[number] <= REQUEST_NS_MAX]
