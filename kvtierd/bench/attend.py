@@ -102,7 +102,7 @@ class RawReads:
 
     def run(self, threads: int) -> None:
         """Read all parts, `threads` at a time."""
-        files = {path: os.open(path, os.O_RDONLY | os.O_DIRECT) for path, _ in self._places}
+        files = {path: os.open(path, os.O_RDONLY | os.O_DIRECT) for path in {path for path, _ in self._places}}
         waiting = iter(self._places)
         lock = threading.Lock()
         failures: list[OSError] = []
