@@ -30,6 +30,7 @@ from kvtierd.index.memory import reserve
 from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME
 from kvtierd.tiers.blocks import GONE, Blocks, Rows
 from kvtierd.tiers.host_tier import HostTier
+from kvtierd.tiers.namespaces import NamespaceTable
 
 COMPRESSED: Final = 64
 """Mark of a row that is no block, but the compressed form of one."""
@@ -53,8 +54,8 @@ class Place:
 class Forms:
     """Columns over the rows of the block table. Rows may be of several namespaces unless said otherwise."""
 
-    def __init__(self, blocks: Blocks, host: HostTier) -> None:
-        self._blocks, self._table, self._host = blocks, blocks.table, host
+    def __init__(self, blocks: Blocks, host: HostTier, namespaces: NamespaceTable) -> None:
+        self._blocks, self._table, self._host, self._namespaces = blocks, blocks.table, host, namespaces
         capacity = blocks.table.capacity
         self.lossy: Masks = reserve((capacity,), np.uint8, huge=False)
         """Tiers in which the block's copy has been through FP8; means nothing where it has no copy."""
@@ -70,6 +71,8 @@ class Forms:
         """Blocks whose form in host is compressed."""
         self.spaces: set[int] = set()
         """Numbers of the namespaces that may have copies which have been through FP8."""
+        self._touched: set[tuple[int, int, str]] = set()
+        """Shapes (bytes, layers, tenant) of host slots in which compressed forms, or blocks of those namespaces, may be."""
         self.seen = False
         """Whether there ever was such a copy: until then nothing here costs anything."""
 
@@ -115,6 +118,10 @@ class Forms:
         """Whether some copies of a namespace may have been through FP8."""
         return namespace in self.spaces
 
+    def touches(self, cls: SlotClass) -> bool:
+        """Whether slots of a class in host may hold compressed forms, or blocks which have been through FP8."""
+        return (cls.slot_bytes, cls.layers, cls.tenant) in self._touched
+
     def in_tier(self, rows: Rows, tier: int) -> npt.NDArray[np.bool_]:
         """Which of these blocks have been through FP8 in a tier, [n]."""
         found: npt.NDArray[np.bool_] = (self.lossy[rows] & np.uint8(tier)) != 0
@@ -156,6 +163,10 @@ class Forms:
         lossy = self.in_tier(named, TIER_HOST) & (named >= 0)
         return _named(np.logical_or.reduce(lossy, axis=1))
 
+    def shared(self, codecs: bytes, count: int) -> bytes:
+        """The codecs of places of which the first `count` have an exact block of another namespace too."""
+        return _named(np.frombuffer(codecs, np.uint8)[:count] != 0)
+
     # What happens to copies
 
     def settle(self, cls: SlotClass, rows: Rows, forms: Rows, slots: Slots) -> None:
@@ -174,6 +185,7 @@ class Forms:
         self._place[rows] = forms + 1
         self.lossy[rows] |= np.uint8(TIER_HOST)
         self._note(rows)
+        self._touched.add((cls.slot_bytes, cls.layers, cls.tenant))
         self.count += rows.size
         self._forget_errors(rows)
         self._host.settle(cls, slots, forms)
@@ -264,9 +276,13 @@ class Forms:
             self.errors.pop(row, None)
 
     def _note(self, rows: Rows) -> None:
-        if rows.size:
-            self.seen = True
-            self.spaces.update(np.unique(self._table.namespace[rows]).tolist())
+        if not rows.size:
+            return
+        self.seen = True
+        for number in set(np.unique(self._table.namespace[rows]).tolist()) - self.spaces:
+            self.spaces.add(number)
+            entry = self._namespaces[number]
+            self._touched.add((entry.geometry.slot_bytes, entry.geometry.layers, entry.tenant))
 
     def _drop(self, forms: Rows, blocks: Rows) -> None:
         table, host = self._table, self._host

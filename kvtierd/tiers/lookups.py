@@ -55,6 +55,8 @@ class Lookups:
             if found is None:
                 rows = blocks.find_prefix(keys, entry.number)
                 found, codecs = blocks.residency(rows), self._copies.shapes.forms.codecs_of(rows, codecs)
+            elif codecs:
+                codecs = self._copies.shapes.forms.shared(codecs, found.size)
             masks = found if masks is None else masks[: found.size] & found
             if advised:
                 parts.append((entry, found))

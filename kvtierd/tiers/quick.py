@@ -107,7 +107,7 @@ class Quick:
 
     def lookup(self, entry: NamespaceEntry, keys: Keys) -> npt.NDArray[np.uint8] | None:
         """Residency masks of the leading run, [hit], where all blocks are exact."""
-        if self._board is None or len(keys) >= LONG_KEYS or self._copies.shapes.forms.seen:
+        if self._board is None or len(keys) >= LONG_KEYS or self._copies.shapes.forms.is_lossy(entry.number):
             return None
         if entry.number in self._blocks.limits:
             return None
@@ -157,7 +157,7 @@ class Quick:
     def reserve(self, want: Want) -> Reserved | None:
         """Rows and slots for the keys that are not there, with victims as needed; policies are told of all of them."""
         keys, cls = want.keys, want.cls
-        if self._board is None or not self._ordinary() or not self._room.pressure.is_calm(cls):
+        if self._board is None or not self._ordinary(cls) or not self._room.pressure.is_calm(cls):
             return None
         count, now_ns, was = len(keys), self._clock.now_ns(), self._model.now
         self._policy.take_back()
@@ -199,7 +199,7 @@ class Quick:
 
     def commit(self, cls: SlotClass, rows: Rows, slots: Slots, sums: Sums, totals: Sums) -> bool:
         """Reserved blocks, whose sums are right, become visible, and their holds end; False leaves all as it is."""
-        if self._board is None or not self._ordinary():
+        if self._board is None or not self._ordinary(cls):
             return False
         now_s = self._clock.now_ns() // SECOND_NS
         done = storing.commit(
@@ -243,12 +243,12 @@ class Quick:
     def _in_gpu(self) -> bool:
         return self._blocks.copies[TIER_GPU] > 0
 
-    def _ordinary(self) -> bool:
-        """Whether nothing needs to know of rows that come and go but what is on the board."""
+    def _ordinary(self, cls: SlotClass) -> bool:
+        """Whether nothing needs to know of rows that come and go in this class but what is on the board."""
         return self._host.all_proven and not (
             self._in_gpu()
             or self._copies.shapes.known
-            or self._copies.shapes.forms.seen
+            or self._copies.shapes.forms.touches(cls)
             or self._blocks.long.front.tracks
         )
 

@@ -69,7 +69,7 @@ class Shapes:
         """Row of the block that has a span, by its first granule, plus one."""
         self._free = HierarchicalBitmap(granules)
         self._granules = granules
-        self.forms = Forms(blocks, host)
+        self.forms = Forms(blocks, host, namespaces)
         self.known = 0
         self.extents = 0
         blocks.on_free = self._freed

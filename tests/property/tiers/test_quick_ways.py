@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from kvtierd.core.checksum import block_sum
 from kvtierd.core.errors import RequestError
+from kvtierd.core.geometry import Geometry
 from kvtierd.core.namespace import Namespace
+from kvtierd.core.stored_form import Codec
 from kvtierd.policy import leaf_lists
 from kvtierd.policy.return_eviction import ReturnEviction
 from kvtierd.protocol import messages as m
@@ -156,18 +158,38 @@ def _digest(column: Any) -> str:
     return hashlib.blake2b(np.ascontiguousarray(column).view(np.uint8).data, digest_size=8).hexdigest()
 
 
-async def _side(quick: bool, with_disk: bool) -> Side:
+LOSSY = Geometry(block_size=16, layers=3, kv_heads=2, k_dim=96, v_dim=64)
+
+
+async def _fp8_beside(rig: Rig) -> int:
+    """Another namespace gets two blocks that have been through FP8 in host; its number in the daemon."""
+    session, space = rig.session(), Namespace(model="lossy", geometry=LOSSY)
+    number, keys = await rig.register(session, space, allow_loss=True), make_keys(2, namespace=space)
+    await rig.store(session, number, keys, LOSSY)
+    copies = rig.manager.copies
+    entry = next(entry for entry in copies.namespaces.entries if entry.namespace == space)
+    rows = copies.blocks.find(keys, entry.number)
+    some, forms = np.ones(rows.size, np.uint64), copies.shapes.forms
+    forms.stored(rows, np.full(rows.size, Codec.FP8_E4M3, np.uint8), some)
+    forms.arrived(rows, np.ones(rows.size, np.bool_), some)
+    assert forms.codecs_of(rows) == bytes([Codec.FP8_E4M3]) * 2
+    return entry.number
+
+
+async def _side(quick: bool, with_disk: bool, beside_fp8: bool = False) -> Side:
     rig = Rig(small_settings(), MemoryStore() if with_disk else None, seed=7)
     if not quick:
         rig.manager.quick.turn_off()
     await rig.manager.start(ticking=False)
     await rig.settled()
+    if beside_fp8:
+        await _fp8_beside(rig)
     session = rig.session()
     return Side(rig, session, await rig.register(session, Namespace(model="test", geometry=SHAPE)), [], [])
 
 
-async def _compare(todo: list[tuple[Any, Any, Any]], with_disk: bool) -> None:
-    sides = [await _side(quick, with_disk) for quick in (True, False)]
+async def _compare(todo: list[tuple[Any, Any, Any]], with_disk: bool, beside_fp8: bool = False) -> None:
+    sides = [await _side(quick, with_disk, beside_fp8) for quick in (True, False)]
     try:
         for step in todo:
             for side in sides:
@@ -187,9 +209,29 @@ async def _compare(todo: list[tuple[Any, Any, Any]], with_disk: bool) -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(steps, min_size=1, max_size=40))
-def test_the_quick_ways_do_what_the_others_do(todo: list[tuple[Any, Any, Any]]) -> None:
-    asyncio.run(_compare(todo, with_disk=False))
+@given(st.lists(steps, min_size=1, max_size=40), st.booleans())
+def test_the_quick_ways_do_what_the_others_do(todo: list[tuple[Any, Any, Any]], beside_fp8: bool) -> None:
+    asyncio.run(_compare(todo, with_disk=False, beside_fp8=beside_fp8))
+
+
+def test_blocks_in_fp8_slow_down_their_own_namespace_and_class_only() -> None:
+    async def scenario() -> None:
+        async with Rig(small_settings()) as rig:
+            lossy = await _fp8_beside(rig)
+            session, space = rig.session(), Namespace(model="test", geometry=SHAPE)
+            number, keys = await rig.register(session, space), make_keys(4)
+            await rig.store(session, number, keys)
+            copies, quick = rig.manager.copies, rig.manager.quick
+            exact = next(entry for entry in copies.namespaces.entries if entry.namespace == space)
+            masks = quick.lookup(exact, keys)
+            assert masks is not None
+            assert masks.size == 4
+            assert quick.lookup(copies.namespaces[lossy], keys) is None
+            forms = copies.shapes.forms
+            assert not forms.touches(copies.host_class(exact))
+            assert forms.touches(copies.host_class(copies.namespaces[lossy]))
+
+    asyncio.run(scenario())
 
 
 def test_a_host_tier_that_turns_over_many_times_is_the_same_either_way() -> None:
@@ -199,4 +241,5 @@ def test_a_host_tier_that_turns_over_many_times_is_the_same_either_way() -> None
         span = (int(random.integers(PROMPTS * 3)), 0, int(random.integers(1, BLOCKS_MAX)))
         todo += [("lookup", span, False), ("read", span, False), ("release", 0, False), ("store", span, 0)]
         todo += [("sleep", float(random.choice([0.01, 1.0, 5.0])), False)]
-    asyncio.run(_compare(todo, with_disk=False))
+    for beside_fp8 in (False, True):
+        asyncio.run(_compare(todo, with_disk=False, beside_fp8=beside_fp8))
