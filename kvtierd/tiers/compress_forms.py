@@ -72,7 +72,7 @@ class Forms:
         self.spaces: set[int] = set()
         """Numbers of the namespaces that may have copies which have been through FP8."""
         self._touched: set[tuple[int, int, str]] = set()
-        """Shapes (bytes, layers, tenant) of host slots in which compressed forms, or blocks of those namespaces, may be."""
+        """Shapes (bytes, layers, tenant) of host slots that may hold compressed forms or blocks of those namespaces."""
         self.seen = False
         """Whether there ever was such a copy: until then nothing here costs anything."""
 
