@@ -61,22 +61,21 @@ class Content:
         return [self._channels_of(layer) for layer in range(self.geometry.layers)]
 
     def _channels_of(self, layer: int) -> tuple[Any, Any, Any, Any]:
+        """From hashes and exact arithmetic: neither a library's exp nor its random numbers may differ elsewhere."""
         shape = self.geometry
-        rng = np.random.default_rng(generator.mix(self.seed, _CHANNELS, layer))
-        k_scale = np.exp(rng.normal(0, 0.2, (shape.kv_heads, shape.k_dim))).astype(np.float32)
-        v_scale = np.exp(rng.normal(-0.5, 0.2, (shape.kv_heads, shape.v_dim))).astype(np.float32)
+        k_hash = _hashes(shape.kv_heads * shape.k_dim, self.seed, _CHANNELS, layer, 0)
+        v_hash = _hashes(shape.kv_heads * shape.v_dim, self.seed, _CHANNELS, layer, 1)
+        k_scale = _scales(k_hash, 0.75).reshape(shape.kv_heads, shape.k_dim)
+        v_scale = _scales(v_hash, 0.375).reshape(shape.kv_heads, shape.v_dim)
         k_bias, v_bias = np.zeros_like(k_scale), np.zeros_like(v_scale)
-        for head in range(shape.kv_heads):
-            dims = rng.choice(shape.k_dim, min(OUTLIERS, shape.k_dim), replace=False)
-            k_bias[head, dims] = OUTLIER_BIAS * rng.choice([-1, 1], dims.size)
+        for head, of_head in enumerate(k_hash.reshape(shape.kv_heads, shape.k_dim)):
+            dims = np.argsort(of_head)[:OUTLIERS]
+            k_bias[head, dims] = np.where(of_head[dims] & np.uint64(1), OUTLIER_BIAS, -OUTLIER_BIAS)
         return k_scale, k_bias, v_scale, v_bias
 
     def tokens(self, stream: int, begin: int, count: int) -> Any:
         """Token ids of a stream, uint32 [count]."""
-        places = np.arange(begin, begin + count, dtype=np.uint64)
-        with np.errstate(over="ignore"):
-            hashed = (places + np.uint64(generator.mix(self.seed, _TOKENS, stream))) * np.uint64(0x9E3779B97F4A7C15)
-            hashed ^= hashed >> np.uint64(29)
+        hashed = _hashes(count, self.seed, _TOKENS, stream, first=begin)
         return (hashed % np.uint64(VOCABULARY)).astype(np.uint32)
 
     def keys(self, *runs: tuple[int, int]) -> Keys:
@@ -156,3 +155,17 @@ class Content:
             generator.quantise(k)
             generator.quantise(v)
         return k, v
+
+
+def _hashes(count: int, *words: int, first: int = 0) -> Any:
+    """uint64 [count]: hashes of the places from `first` on, of a sequence that the words name."""
+    hashed = np.arange(first, first + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    hashed += np.uint64(generator.mix(*words))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        hashed = (hashed ^ (hashed >> np.uint64(shift))) * np.uint64(factor)
+    return hashed ^ (hashed >> np.uint64(31))
+
+
+def _scales(hashed: Any, least: float) -> Any:
+    """From `least` to a half more, float32."""
+    return (least + (hashed >> np.uint64(58)).astype(np.float32) / np.float32(128)).astype(np.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,7 +49,7 @@ def ingest(tools: Tools, command: Mapping[str, Any]) -> dict[str, float]:
     for reservation in tools.client.reservations(tools.handle, keys, batch=batch):
         waited_s += _wait_for_the_disk(tools, command["queue_bytes"])
         names = [BlockId(0, at + i) for i in range(len(reservation.status))]
-        _fill(tools, reservation, names, command.get("plant"))
+        _fill(tools, reservation, names, command["plants"])
         _again(tools, tools.keys[at : at + len(names)], names, np.flatnonzero(reservation.status == SLOT_BUSY))
         at += len(names)
         tools.tell(progress=len(names))
@@ -57,12 +57,13 @@ def ingest(tools: Tools, command: Mapping[str, Any]) -> dict[str, float]:
     return {"blocks": at - begin, "seconds": time.perf_counter() - begin_s, "waited_s": waited_s}
 
 
-def _fill(tools: Tools, reservation: Reservation, names: list[BlockId], plant: Mapping[str, Any] | None) -> None:
+def _fill(tools: Tools, reservation: Reservation, names: list[BlockId], plants: Sequence[Mapping[str, Any]]) -> None:
     for name, view in zip(names, reservation.views, strict=True):
         if view is not None:
             tools.content.fill(name, view)
-            if plant is not None and name.index in plant["blocks"]:
-                _plant(tools, plant, name, view)
+            for plant in plants:
+                if name.index in plant["blocks"]:
+                    _plant(tools, plant, name, view)
     if any(view is not None for view in reservation.views):
         reservation.commit(wait=False)
 
@@ -75,7 +76,7 @@ def _again(tools: Tools, keys: Keys, names: list[BlockId], missing: Any) -> None
             raise StuckError(f"{missing.size} blocks found no room in {PATIENCE_S:.0f} s")
         time.sleep(BUSY_S)
         with tools.client.reserve(tools.handle, keys[missing]) as reservation:
-            _fill(tools, reservation, [names[i] for i in missing], None)
+            _fill(tools, reservation, [names[i] for i in missing], ())
             missing = missing[np.asarray(reservation.status) == SLOT_BUSY]
 
 

@@ -21,7 +21,9 @@ FULL_GPU, FULL_HOST = 256 * MIB, GIB
 QUICK_GPU, QUICK_HOST = 32 * MIB, 128 * MIB
 FULL_LAYERS = 2
 """Of the model's: a context of a million tokens then has 8 GiB of KV in the geometry of Llama-3.1-8B."""
-CHUNK_BYTES, QUICK_CHUNK_BYTES = 64 * MIB, 16 * MIB
+CHUNK_BYTES = 64 * MIB
+CHUNKS = 8
+"""That the host tier has at least, where it is small."""
 SPARE_BYTES = 2 * GIB
 """On disk beside the context: what the mixed load stores, segments that are not full, and the probes."""
 QUICK_SPARE_BYTES = GIB
@@ -50,7 +52,7 @@ class Options:
     chaos: bool = False
     seed: int = 1
     quick: bool = False
-    plant: dict[str, Any] | None = None
+    plants: tuple[dict[str, Any], ...] = ()
     """Wrong contents on purpose (kvtierd.stress.ingest): for tests of the checks."""
 
     @property
@@ -103,7 +105,9 @@ class Options:
 
     def settings(self, folder: Path) -> dict[str, object]:
         """Of the daemon that a stress starts."""
-        chunk = QUICK_CHUNK_BYTES if self.host < 4 * FULL_HOST // 8 else CHUNK_BYTES
+        chunk = CHUNK_BYTES
+        while chunk > MIB and chunk * CHUNKS > self.host:
+            chunk //= 2
         while chunk < self.kv.slot_bytes:
             chunk *= 2
         on_disk = self.blocks * (self.kv.slot_bytes + PAGE_BYTES)
@@ -112,7 +116,7 @@ class Options:
             "gpu__device": "host",
             "gpu__capacity": self.gpu,
             "host__capacity": self.host,
-            "host__chunk_bytes": min(chunk, 256 * MIB),
+            "host__chunk_bytes": chunk,
             "nvme__directory": folder / "data",
             "nvme__capacity": align_up(on_disk + on_disk // 16 + spare, MIB),
         }

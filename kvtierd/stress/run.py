@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
@@ -54,12 +55,15 @@ def _run(options: Options, folder: Path, out: TextIO, endpoint: str, daemon: Emb
         for name, phase in PHASES.items():
             if name == "chaos" and not options.chaos:
                 continue
+            begin_s = time.monotonic()
             try:
                 phase(rig)
             except KvtierdError as error:
                 rig.found.ended_at = name
                 rig.found.findings.append(f"{name}: {type(error).__name__}: {error}")
                 break
+            finally:
+                rig.found.counts.setdefault("seconds", {})[name] = time.monotonic() - begin_s
         _weigh(rig)
         return rig.found
 

@@ -36,7 +36,7 @@ def ingest(rig: Rig) -> None:
     room = max(options.kv.slot_bytes, limit - 2 * options.clients * options.batch * options.kv.slot_bytes)
     commands = [
         {"do": "ingest", "begin": begin, "end": end, "batch": options.batch, "queue_bytes": room,
-         "plant": options.plant}
+         "plants": options.plants}
         for begin, end in rig.shares()
     ]  # fmt: skip
     begin_s = time.perf_counter()

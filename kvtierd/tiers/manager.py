@@ -295,7 +295,8 @@ class TierManager:
         store = {f"nvme_{name}": value for name, value in self._store.stats().items()} if self._store else {}
         more = {name: value for report in self.reports for name, value in report().items()}
         gauges |= copies.shapes.stats() | copies.blocks.long.stats() | self._warm.stats() | self._compressor.stats()
-        return {**gauges, **copies.tier_counts(), **store, **copies.counters, **more}
+        # Counters first: what parts count by themselves (hops, attention) is there as a 0 among them.
+        return {**copies.counters, **gauges, **copies.tier_counts(), **store, **more}
 
     def _table(self) -> dict[type, Handler]:
         """Who serves what."""

@@ -326,3 +326,12 @@ def test_a_gpu_that_the_processor_cannot_read_is_copied_from():
         assert store.layer_reads == 0, "it was read from disk instead"
 
     run(scenario, store=store)
+
+
+def test_bytes_that_hops_count_by_themselves_are_among_the_statistics():
+    async def scenario(made):
+        await made.place(["gpu"] * BLOCKS)
+        stats = made.rig.manager.stats()
+        assert stats["host_to_gpu_moved_bytes"] == BLOCKS * SHAPE.slot_bytes
+
+    run(scenario)
