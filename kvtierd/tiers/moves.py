@@ -44,3 +44,14 @@ class Move:
     """Which of the blocks have been through FP8 where it takes them from, [n]."""
     errors: dict[int, npt.NDArray[np.float32]] = dataclasses.field(default_factory=dict)
     """What encoding had lost of those that are decoded, by their place in the move."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Claim:
+    """Slots in host for the leading ones of some rows, one hold each, and the moves that have yet to fill them."""
+
+    entry: NamespaceEntry
+    cls: SlotClass
+    rows: Rows
+    slots: Slots
+    waits: set[asyncio.Future[None]]

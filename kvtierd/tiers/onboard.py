@@ -14,13 +14,15 @@ import numpy as np
 from kvtierd.core.checksum import block_sum, layer_sums
 from kvtierd.core.errors import CorruptionError, ErrorCode, RequestError, StorageError
 from kvtierd.core.token_spans import clear_padding, copy_tokens, of_tokens
+from kvtierd.core.units import MIB
 from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME
 from kvtierd.storage.interface import BlockStore, ReadItem
 from kvtierd.tiers.blocks import PREFETCHED, READ_BACK, Rows
 from kvtierd.tiers.compress_reads import Decoder
-from kvtierd.tiers.moves import Arrival, Move
+from kvtierd.tiers.moves import Arrival, Claim, Move
 from kvtierd.tiers.namespaces import NamespaceEntry
+from kvtierd.tiers.onboard_gpu import GpuRaiser
 from kvtierd.tiers.room import Room
 from kvtierd.tiers.speeds import Speeds
 from kvtierd.tiers.warm_verify import Verifier
@@ -29,7 +31,10 @@ from kvtierd.tiers.workers import Workers
 _log = logging.getLogger(__name__)
 
 PIECE_BLOCKS = 8
-"""Blocks of one job: small enough to spread a request over all threads, large enough to hide a job's own cost."""
+PIECE_BLOCKS_MAX = 64
+PIECE_BYTES = 4 * MIB
+"""Of one job: as many blocks as make one request to the disk, within these bounds. Small enough to spread a request
+over all threads and to keep the loop for no longer than a millisecond, large enough to hide a job's own cost."""
 
 
 class Onboarder:
@@ -47,7 +52,7 @@ class Onboarder:
         self._arriving: dict[int, Arrival] = {}
         self._inflight_max = inflight_max
         self._tasks: set[asyncio.Task[None]] = set()
-        self._raising = asyncio.Lock()
+        self.raise_to_gpu = GpuRaiser(self, room, workers, speeds).raise_to_gpu
         self.verifier: Verifier | None = None
         """Of blocks of the life before, where there is one."""
 
@@ -59,44 +64,29 @@ class Onboarder:
         asked for the blocks yet: they are no use of those that are there, displace nothing that is hotter, and where
         there is no room the answer is short and no error.
         """
-        copies, cls = self._copies, self._copies.host_class(entry)
-        slots, waits = self._claim(entry, cls, rows, ahead=ahead)
+        return await self.landed(self.claim(entry, rows, ahead=ahead))
+
+    async def landed(self, claim: Claim) -> Slots:
+        """Wait for what was claimed; as `hold_in_host`. It ends the claim, also when it is cancelled."""
+        copies, slots = self._copies, claim.slots
         try:
-            if waits:
-                await asyncio.wait(waits)
+            if claim.waits:
+                await asyncio.wait(claim.waits)
         except asyncio.CancelledError:
-            copies.host.release(cls, slots)
+            self.drop(claim)
             raise
-        landed = (copies.blocks.table.host_slot[rows[: slots.size]] == slots) & (copies.host.pool.row[slots] >= 0)
+        landed = (copies.blocks.table.host_slot[claim.rows] == slots) & (copies.host.pool.row[slots] >= 0)
         good = slots.size if landed.all() else int(landed.argmin())
         if good < slots.size:
-            copies.host.release(cls, slots[good:])
+            copies.host.release(claim.cls, slots[good:])
         slots = slots[:good]
         if self.verifier is not None and copies.host.unproven(slots):
-            return await self.verifier.leading_good(entry, cls, rows[:good], slots)
+            return await self.verifier.leading_good(claim.entry, claim.cls, claim.rows[:good], slots)
         return slots
 
-    async def raise_to_gpu(self, entry: NamespaceEntry, rows: Rows) -> int:
-        """Copy the leading run of rows into gpu slots, by way of host; how many are there then."""
-        copies, gpu = self._copies, self._copies.gpu
-        if gpu is None or gpu.pool.slab_bytes < entry.geometry.slot_bytes:
-            return 0
-        host_cls, gpu_cls = copies.host_class(entry), copies.gpu_class(entry)
-        total = 0
-        for begin in range(0, rows.size, PIECE_BLOCKS):
-            piece = rows[begin : begin + PIECE_BLOCKS]
-            # One piece at a time: copies into gpu share one bus, and no block is raised twice at once.
-            async with self._raising:
-                absent = piece[copies.blocks.table.gpu_slot[piece] < 0]
-                held = await self.hold_in_host(entry, absent)
-                try:
-                    done = await self._fill_gpu(host_cls, gpu_cls, absent[: held.size], held)
-                finally:
-                    copies.host.release(host_cls, held)
-            total += piece.size - absent.size + done
-            if done < absent.size:
-                break
-        return total
+    def drop(self, claim: Claim) -> None:
+        """End a claim that nobody waits for any more: its holds go, the moves end by themselves."""
+        self._copies.host.release(claim.cls, claim.slots)
 
     def is_arriving(self, row: int) -> bool:
         """Whether a move of the row into host is under way."""
@@ -107,11 +97,12 @@ class Onboarder:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _claim(
-        self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, *, ahead: bool
-    ) -> tuple[Slots, set[asyncio.Future[None]]]:
-        """Hold what is in host, join moves under way, start the missing ones; stop at the first that finds no room."""
-        copies = self._copies
+    def claim(self, entry: NamespaceEntry, rows: Rows, *, ahead: bool = False) -> Claim:
+        """Hold what is in host, join moves under way, start the missing ones; stop at the first that finds no room.
+
+        Errors are those of `hold_in_host`. Wait for it with `landed`, or `drop` it.
+        """
+        copies, cls = self._copies, self._copies.host_class(entry)
         slots = copies.blocks.table.host_slot[rows].copy()
         present = slots >= 0
         copies.host.pool.hold(slots[present])
@@ -132,13 +123,13 @@ class Onboarder:
             copies.host.pool.hold(slots[i : i + 1])
             waits.add(arrival.done)
         if not fresh:
-            return slots, waits
+            return Claim(entry, cls, rows, slots, waits)
         new = self._take(cls, rows[fresh], ahead=ahead)
         end = fresh[new.size] if new.size < len(fresh) else rows.size
         if end == 0:
             copies.host.release(cls, slots[slots >= 0])
             if ahead:
-                return slots[:0], set()
+                return Claim(entry, cls, rows[:0], slots[:0], set())
             copies.counters["busy_reads"] += 1
             raise RequestError(
                 ErrorCode.BUSY,
@@ -152,7 +143,7 @@ class Onboarder:
         if beyond.size and (beyond := beyond[beyond >= 0]).size:
             copies.host.release(cls, beyond)
         waits |= self._start(entry, cls, rows[places], new)
-        return slots[:end], waits
+        return Claim(entry, cls, rows[:end], slots[:end], waits)
 
     def _take(self, cls: SlotClass, rows: Rows, *, ahead: bool) -> Slots:
         """Slots for the leading ones of these rows."""
@@ -173,6 +164,7 @@ class Onboarder:
         scattered, coded = self._copies.shapes.scattered(rows), self._copies.shapes.forms.mask(rows)
         from_gpu = ((self._copies.blocks.residency(rows) & TIER_GPU) != 0) & ~scattered
         waits: set[asyncio.Future[None]] = set()
+        step = min(max(PIECE_BLOCKS, PIECE_BYTES // entry.geometry.slot_bytes), PIECE_BLOCKS_MAX)
         for chosen, run, tier in (
             (scattered & ~coded, self._from_extents, TIER_HOST),
             (coded, self._from_compressed, TIER_HOST),
@@ -180,8 +172,8 @@ class Onboarder:
             (~(from_gpu | scattered), self._from_nvme, TIER_NVME),
         ):
             places = np.flatnonzero(chosen)
-            for begin in range(0, places.size, PIECE_BLOCKS):
-                piece = places[begin : begin + PIECE_BLOCKS]
+            for begin in range(0, places.size, step):
+                piece = places[begin : begin + step]
                 move = self._plan(entry, cls, rows[piece], slots[piece], gpu=run == self._from_gpu)
                 self._decoder.plan(move, tier, compressed=run == self._from_compressed)
                 if run == self._from_extents:
@@ -318,32 +310,3 @@ class Onboarder:
         self._copies.counters[kind] += 1
         if isinstance(error, CorruptionError) and self._copies.blocks.table.segment[row] >= 0:
             self._copies.drop_nvme(np.array([row], np.int32))
-
-    async def _fill_gpu(self, host_cls: SlotClass, gpu_cls: SlotClass, rows: Rows, sources: Slots) -> int:
-        copies, gpu = self._copies, self._copies.gpu
-        assert gpu is not None
-        slots = self._room.take_gpu(gpu_cls, rows.size)
-        rows, sources = rows[: slots.size], sources[: slots.size]
-        if not rows.size:
-            return 0
-        copies.blocks.begin_move(rows)
-
-        def copy_all() -> None:
-            for source, target in zip(sources.tolist(), slots.tolist(), strict=True):
-                gpu.copy_in(gpu_cls, target, copies.host.view(host_cls, source))
-
-        copied = False
-        self._speeds.gpu_in.begin()
-        try:
-            await self._workers.run(copy_all)
-            copied = True
-        finally:
-            self._speeds.gpu_in.end(copied * int(rows.size) * gpu_cls.slot_bytes)
-            kept = copies.blocks.live(rows) & copied
-            if kept.any():
-                gpu.set_sums(gpu_cls, slots[kept], copies.host.sums_of(host_cls, sources[kept]))
-                copies.add_gpu(gpu_cls, rows[kept], slots[kept])
-                copies.shapes.forms.raised(rows[kept])
-            copies.blocks.end_move(rows)
-            gpu.release(gpu_cls, slots)
-        return int(slots.size)

@@ -10,6 +10,7 @@ that somebody waits for come between, and what has not begun ends with the reque
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import functools
 from collections.abc import Awaitable, Callable
@@ -17,17 +18,23 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from kvtierd.core.errors import ErrorCode, RequestError
+from kvtierd.core.units import MIB
+from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.protocol.messages import TIER_HOST
 from kvtierd.protocol.service import Session
 from kvtierd.tiers.blocks import VISIBLE, Rows
 from kvtierd.tiers.copies import Copies
+from kvtierd.tiers.moves import Claim
 from kvtierd.tiers.namespaces import NamespaceEntry
 from kvtierd.tiers.onboard import Onboarder
 
 MAX_PREFETCHES = 64
 """At once; more would only compete for the same disk."""
-PIECE_BLOCKS = 32
-"""Blocks of one prefetch that are on their way at once."""
+PIECE_BYTES = 8 * MIB
+PIECE_BLOCKS_MAX = 256
+PIECES = 4
+"""Of one prefetch, pieces that are on their way at once: half of them at the disk, and half of them next, so that it
+does not wait for us between two; a read that comes meanwhile waits for no more than these."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -74,21 +81,34 @@ class Prefetcher:
 
     async def to_host(self, entry: NamespaceEntry, wish: Wish) -> int:
         """Bring the rows of a wish into host; how many of the leading ones are there."""
-        there = 0
-        while wish.begun < wish.rows.size:
-            piece = wish.rows[wish.begun : wish.begun + PIECE_BLOCKS]
-            wish.begun += piece.size
-            slots = await self._onboarder.hold_in_host(entry, piece, ahead=True)
-            cls = self._copies.host_class(entry)
-            before = wish.before[wish.begun - piece.size :][: slots.size]
-            # A row before it may be another block's by now; nothing is then evicted but later than it might be.
-            above = np.where(before >= 0, self._copies.blocks.table.host_slot[before], np.int32(-1))
-            self._copies.host.chained(cls, slots, above)
-            self._copies.host.release(cls, slots)
-            there += slots.size
-            if slots.size < piece.size:
-                break
-        return there
+        size = min(max(1, PIECE_BYTES // entry.geometry.slot_bytes), PIECE_BLOCKS_MAX)
+        claims: collections.deque[Claim] = collections.deque()
+        there, short = 0, False
+        try:
+            while True:
+                while len(claims) < PIECES and wish.begun < wish.rows.size and not short:
+                    piece = wish.rows[wish.begun : wish.begun + size]
+                    wish.begun += piece.size
+                    claims.append(self._onboarder.claim(entry, piece, ahead=True))
+                    short = claims[-1].slots.size < piece.size
+                if not claims:
+                    return there
+                claim = claims.popleft()
+                slots = await self._onboarder.landed(claim)
+                self._settle(claim.cls, wish.before[there : there + slots.size], slots)
+                there += slots.size
+                if slots.size < claim.slots.size:
+                    return there
+        finally:
+            for claim in claims:
+                self._onboarder.drop(claim)
+
+    def _settle(self, cls: SlotClass, before: Rows, slots: Slots) -> None:
+        """Blocks of a prefetch are there: tell what they come after, and end the holds."""
+        # A row before it may be another block's by now; nothing is then evicted but later than it might be.
+        above = np.where(before >= 0, self._copies.blocks.table.host_slot[before], np.int32(-1))
+        self._copies.host.chained(cls, slots, above)
+        self._copies.host.release(cls, slots)
 
     async def waited_for(self, wish: Wish, work: Callable[[Wish], Awaitable[int]]) -> int:
         """Do a prefetch that a client waits for; it ends with the request."""

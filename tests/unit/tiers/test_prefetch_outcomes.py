@@ -7,9 +7,11 @@ import asyncio
 import msgspec
 import pytest
 
+from kvtierd.core.errors import StorageError
 from kvtierd.protocol import messages as m
 from kvtierd.testing.memory_store import MemoryStore
 from kvtierd.testing.rig import SHAPE, Rig, make_keys, small_settings
+from kvtierd.tiers import prefetch
 
 PER_CHUNK = (1 << 20) // SHAPE.slot_bytes
 
@@ -22,11 +24,14 @@ class SlowStore(MemoryStore):
         self.hold = asyncio.Event()
         self.hold.set()
         self.reads = 0
+        self.unreadable: set[bytes] = set()
 
     async def read(self, items):
         self.reads += len(items)
         await self.hold.wait()
-        return await super().read(items)
+        errors = await super().read(items)
+        refused = StorageError("the disk refused")
+        return [refused if item.key in self.unreadable else error for item, error in zip(items, errors, strict=True)]
 
 
 def run(scenario, *, window=3, **host):
@@ -131,7 +136,9 @@ def test_a_request_that_is_cancelled_takes_its_window_along():
 
 
 @pytest.mark.parametrize("goes", ["session", "deadline"])
-def test_what_had_not_begun_ends_with_the_session_or_the_request(goes):
+def test_what_had_not_begun_ends_with_the_session_or_the_request(goes, monkeypatch):
+    monkeypatch.setattr(prefetch, "PIECE_BLOCKS_MAX", 32 // prefetch.PIECES)
+
     async def scenario(rig, store, session, ns):
         keys = make_keys(2 * PER_CHUNK - 10)
         await make_cold(rig, session, ns, keys)
@@ -152,6 +159,40 @@ def test_what_had_not_begun_ends_with_the_session_or_the_request(goes):
         await asyncio.sleep(0.02)
         assert store.reads == 32
         assert outcomes(rig) == [32, 0, 0, 0, len(keys) - 32]
+        assert not rig.manager.copies.host.pool.holds.any()
+
+    run(scenario, window=0)
+
+
+def test_the_next_piece_is_asked_for_while_one_is_on_its_way(monkeypatch):
+    monkeypatch.setattr(prefetch, "PIECE_BLOCKS_MAX", 4)
+
+    async def scenario(rig, store, session, ns):
+        keys = make_keys(4 * (prefetch.PIECES + 1))
+        await make_cold(rig, session, ns, keys)
+        store.hold.clear()
+        store.reads = 0
+        request = m.Prefetch(id=1, namespace=ns, wait=True)
+        task = asyncio.create_task(rig.call(session, request, keys.tobytes()))
+        await asyncio.sleep(0.02)
+        reads = store.reads
+        store.hold.set()
+        answer = await task
+        assert (reads, answer.reply.count, store.reads) == (4 * prefetch.PIECES, len(keys), len(keys))
+
+    run(scenario, window=0)
+
+
+def test_a_piece_that_cannot_be_read_ends_a_prefetch_and_those_behind_it(monkeypatch):
+    monkeypatch.setattr(prefetch, "PIECE_BLOCKS_MAX", 4)
+
+    async def scenario(rig, store, session, ns):
+        keys = make_keys(12)
+        await make_cold(rig, session, ns, keys)
+        store.unreadable.add(keys[5].tobytes())
+        answer = await rig.call(session, m.Prefetch(id=1, namespace=ns, wait=True), keys.tobytes())
+        assert answer.reply.count == 5
+        await asyncio.sleep(0.02)
         assert not rig.manager.copies.host.pool.holds.any()
 
     run(scenario, window=0)
