@@ -29,7 +29,7 @@ from kvtierd.protocol.messages import (
     Unpin,
 )
 from kvtierd.protocol.outbox import Outbox
-from kvtierd.protocol.service import Answer, Observer, Service, Session
+from kvtierd.protocol.service import Answer, Observer, RequestQuota, Service, Session
 from kvtierd.protocol.sessions import Limits, Peer, SessionTable
 
 log = logging.getLogger(__name__)
@@ -134,6 +134,9 @@ class Dispatcher:
         if len(peer.tasks) >= self._limits.max_inflight:
             message = f"{len(peer.tasks)} requests of this session are in flight, which is the limit"
             raise RequestError(ErrorCode.BUSY, message, retry_after_ms=10)
+        if (quota := peer.session.quota) is not None and quota.full:
+            message = f"{quota.count} requests of this tenant are in flight, which is its limit"
+            raise RequestError(ErrorCode.BUSY, message, retry_after_ms=10)
 
     def _hello(self, rid: bytes, request: Hello) -> None:
         if self.stopping:
@@ -164,6 +167,9 @@ class Dispatcher:
         task = self._loop.create_task(self._finish(peer, request, frames, awaitable, now_ns, budget_s))
         peer.tasks.add(task)
         self._tasks.add(task)
+        if (quota := peer.session.quota) is not None:
+            quota.count += 1
+            task.add_done_callback(lambda _: _one_less(quota))
         task.add_done_callback(peer.tasks.discard)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: _drop(awaitable))
@@ -253,6 +259,10 @@ class Dispatcher:
 
 def _nobody(_session: Session, _request: AnyRequest, _frames: Frames, _begin_ns: int, _outcome: AnyReply | str) -> None:
     """Nobody observes."""
+
+
+def _one_less(quota: RequestQuota) -> None:
+    quota.count -= 1
 
 
 def _drop(awaitable: object) -> None:

@@ -12,13 +12,25 @@ Frame = bytes | bytearray | memoryview
 """A raw payload frame on its way out; arrays go in as `array.data`."""
 
 
+class RequestQuota(Protocol):
+    """How many requests of a tenant may be worked on; `count` is kept by the server."""
+
+    count: int
+
+    @property
+    def full(self) -> bool:
+        """Whether no more may be taken up now."""
+        ...
+
+
 @dataclasses.dataclass(slots=True)
 class Session:
     """One client as the daemon knows it, from Hello until its process or its socket is gone.
 
     `pid`, `uid` and `pidfd` are the kernel's word, known once the client has attached to the arena socket (-1
     before). `state` belongs to the service. `quarantined` is how many of its write reservations the service still
-    holds for a process that lives; at 0 nobody has to wait for the end of the process, -1 says "not told".
+    holds for a process that lives; at 0 nobody has to wait for the end of the process, -1 says "not told". `quota` is
+    shared by the sessions of a tenant, where it has one.
     """
 
     id: int
@@ -30,6 +42,7 @@ class Session:
     pidfd: int = -1
     state: Any = None
     quarantined: int = -1
+    quota: RequestQuota | None = None
 
     @property
     def attached(self) -> bool:

@@ -233,15 +233,15 @@ class Tenant(_Section, frozen=True, kw_only=True):
     host_bytes: Annotated[Size, _LIVE] = 0
     """Most of the host tier, in whole chunks. At its quota a tenant evicts its own blocks."""
     nvme_bytes: Annotated[Size, _LIVE] = 0
-    """Most of the nvme tier, counted at the size that blocks have in memory. At its quota those that it has not used
-    for longest make room."""
+    """Most of the nvme tier, counted at the size that blocks have in memory. At its quota those that are in no
+    other tier and that it has not used for longest make room."""
     gpu_inflight: Annotated[int, Meta(ge=0, le=65_536), _LIVE] = 0
-    """Blocks on their way between host and gpu at one time."""
+    """Blocks being read from gpu at one time. Of a request that wants more the leading ones are read; `busy` where
+    there is room for none."""
     host_inflight: Annotated[int, Meta(ge=0, le=65_536), _LIVE] = 0
     """Requests of all its clients being worked on at one time; beyond it they are answered `busy`."""
     nvme_inflight: Annotated[int, Meta(ge=0, le=65_536), _LIVE] = 0
-    """Blocks being read from nvme at one time. Of a request that wants more the leading ones are read; `busy` where
-    there is room for none."""
+    """Blocks being read from nvme at one time, likewise; attention over stored blocks does not count."""
 
 
 class Settings(_Section, frozen=True, kw_only=True):

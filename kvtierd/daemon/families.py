@@ -62,6 +62,7 @@ _TABLE = (
             "host_watermark_blocks": {"tier": "host", "reason": "watermark"},
             "nvme_reclaimed_blocks": {"tier": "nvme", "reason": "room"},
             "table_evicted_blocks": {"tier": "nvme", "reason": "max_blocks"},
+            "quota_dropped_blocks": {"tier": "nvme", "reason": "quota"},
         },
         less={"gpu_evicted_blocks": "gpu_watermark_blocks", "host_evicted_blocks": "host_watermark_blocks"},
     ),
@@ -116,6 +117,7 @@ _TABLE = (
         {
             "offload_not_admitted_blocks": {"reason": "admission"},
             "offload_over_budget_blocks": {"reason": "budget"},
+            "offload_over_quota_blocks": {"reason": "quota"},
             "offload_behind_hole_blocks": {"reason": "hole"},
             "offload_dropped_blocks": {"reason": "queue"},
             "offload_failed_blocks": {"reason": "error"},

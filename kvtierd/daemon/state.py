@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 SECTIONS = {
     "host": ("host_", "memory_"),
     "gpu": ("gpu_",),
-    "nvme": ("nvme_", "offload", "onboard", "write_queue", "recover", "table_"),
+    "nvme": ("nvme_", "offload", "onboard", "write_queue", "recover", "table_", "quota_"),
     "server": ("server_",),
     "daemon": ("daemon_",),
 }

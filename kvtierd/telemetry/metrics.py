@@ -62,6 +62,10 @@ _ROWS = (
     Metric("offloaded_again_bytes", "counter", "of offloaded_bytes, those of blocks that had been used again by then"),
     Metric("offload_not_admitted_blocks", "counter", "blocks not written because of nvme.admission, each time asked"),
     Metric("offload_over_budget_blocks", "counter", "blocks not written because of nvme.daily_write_budget"),
+    Metric("offload_over_quota_blocks", "counter", "blocks not written because of their tenant's nvme_bytes"),
+    Metric(
+        "quota_dropped_blocks", "counter", "blocks on disk that were forgotten because of their tenant's nvme_bytes"
+    ),
     Metric("offload_behind_hole_blocks", "counter", "blocks not written because the one before is not on disk"),
     Metric("write_budget_bytes", "gauge", "bytes that nvme.daily_write_budget allows to be written now; 0 without one"),
     Metric("nvme_unread_blocks", "counter", "copies on disk that went without ever having been read"),

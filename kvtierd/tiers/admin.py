@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvtierd.config.schema import Settings
 from kvtierd.core.errors import ErrorCode, RequestError, StorageError
 from kvtierd.protocol.messages import CountReply, Delete, Flush, OkReply, Pin, Purge, Tier, Unpin
 from kvtierd.protocol.service import Answer, Session
@@ -18,6 +19,11 @@ from kvtierd.tiers.sessions import keys_of, namespace_of, need_frames, state_of
 from kvtierd.tiers.write_behind import WriteBehind
 
 Frames = Sequence[memoryview]
+
+
+def pinned_max(settings: Settings) -> int:
+    """Most bytes that pins may hold."""
+    return int(settings.host.capacity * settings.leases.max_pinned_share)
 
 
 class Admin:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,14 @@ SWEEP_PIECES = 64
 """Pieces that one search for rows to give up looks at."""
 
 
+class CountsDisk(Protocol):
+    """Who counts what is on nvme."""
+
+    def changed(self, rows: Rows, sign: int) -> None:
+        """Blocks came (1) or left (-1)."""
+        ...
+
+
 class Blocks:
     """Rows of the block table by key. The column `flags` holds where a block is, `marks` what became of it."""
 
@@ -54,6 +62,8 @@ class Blocks:
         self._hand = 0
         self.limits: dict[int, Callable[[Rows], Rows]] = {}
         """By namespace: which leading ones of a prefix may still be served."""
+        self.disk_quota: CountsDisk | None = None
+        """Of tenants, where one has any: told of copies on nvme that come and go."""
         self.on_free: Callable[[Rows], None] = lambda _rows: None
         """Told of rows that are about to be given back."""
 
@@ -144,11 +154,15 @@ class Blocks:
         """The blocks have a copy in a tier now, and had none there."""
         self.table.flags[rows] |= np.uint8(tier)
         self.copies[tier] += rows.size
+        if self.disk_quota is not None and tier == TIER_NVME:
+            self.disk_quota.changed(rows, 1)
 
     def unmark(self, rows: Rows, tier: int) -> None:
         """The blocks had a copy in a tier and have none there any more."""
         self.table.flags[rows] &= np.uint8(~tier & 0xFF)
         self.copies[tier] -= rows.size
+        if self.disk_quota is not None and tier == TIER_NVME:
+            self.disk_quota.changed(rows, -1)
 
     def unplace(self, rows: Rows, tier: int) -> tuple[Rows, Rows]:
         """Blocks had a copy in host or gpu and have none any more: its slots, and rows that have none anywhere now.

@@ -25,6 +25,7 @@ from kvtierd.tiers.host_tier import HostTier
 from kvtierd.tiers.namespaces import NamespaceEntry, NamespaceTable
 from kvtierd.tiers.shapes import Shapes
 from kvtierd.tiers.slot_tier import SlotTier
+from kvtierd.tiers.under_way import UnderWay
 
 BIT: dict[Tier, int] = {"gpu": TIER_GPU, "host": TIER_HOST, "nvme": TIER_NVME}
 
@@ -61,6 +62,7 @@ class Copies:
         self.events = events
         self.absences = Absences(blocks.table.capacity, clock)
         self.namespaces = NamespaceTable()
+        self.under_way = UnderWay(blocks)
         self.shapes = Shapes(blocks, host, self.namespaces)
         mine = [name for name, row in METRICS.items() if row.kind == "counter" and not name.startswith("server_")]
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(mine, 0))

@@ -19,7 +19,7 @@ from kvtierd.gpu import Device
 from kvtierd.protocol import messages as m
 from kvtierd.protocol.service import Answer, ChunkFiles, Session
 from kvtierd.storage.interface import BlockStore
-from kvtierd.tiers.admin import Admin
+from kvtierd.tiers.admin import Admin, pinned_max
 from kvtierd.tiers.attend import Attention
 from kvtierd.tiers.blocks import Blocks
 from kvtierd.tiers.compress import Compressor
@@ -35,6 +35,7 @@ from kvtierd.tiers.operator import Operator
 from kvtierd.tiers.part_reads import PartReads
 from kvtierd.tiers.pressure import Pressure
 from kvtierd.tiers.quick import Quick
+from kvtierd.tiers.quotas import Quotas
 from kvtierd.tiers.reads import Reads
 from kvtierd.tiers.registration import Registration
 from kvtierd.tiers.reshape import Reshaper
@@ -144,9 +145,10 @@ class TierManager:
         self._shaping = Shaping(self.copies, self._reshaper)
         self._sequences = Sequences(settings, self.copies, self._demand, clock)
         self._attention = Attention(settings, self.copies, self._sequences, store, self._workers, clock)
-        self._admin = Admin(self.copies, self._onboarder, self._write_behind, _pinned_max(settings))
+        self._admin = Admin(self.copies, self._onboarder, self._write_behind, pinned_max(settings))
         self.expiry = Expiry(self.copies, clock, self._admin.forget, settings.kv_cache_config.ttl_s)
         self.operator = Operator(self.copies, self._admin, self.expiry)
+        self._quotas = Quotas(settings, self.copies, self._room, self._write_behind, self._admin.forget)
         self._ticker: asyncio.Task[None] | None = None
         self.reports: list[Callable[[], Mapping[str, Any]]] = []
         self._handlers = self._table()
@@ -195,8 +197,9 @@ class TierManager:
         self._reads.apply(settings)
         self._writes.apply(settings)
         self._attention.apply(settings)
-        self._admin.pinned_bytes_max = _pinned_max(settings)
+        self._admin.pinned_bytes_max = pinned_max(settings)
         self.expiry.apply(settings.kv_cache_config.ttl_s)
+        self._quotas.apply(settings)
 
     @property
     def progress(self) -> Progress:
@@ -248,6 +251,7 @@ class TierManager:
     def session_opened(self, session: Session) -> None:
         """A client said Hello."""
         session.state = SessionState()
+        session.quota = self._quotas.requests_of(session.tenant)
 
     def session_detached(self, session: Session) -> None:
         """A client's sockets are gone: its leases and pins end, its reservations are quarantined."""
@@ -324,7 +328,9 @@ class TierManager:
             m.Extend: self._sequences.extend,
             m.Attend: self._attention.attend,
             m.CloseSequence: self._sequences.close_sequence,
-            m.Stats: lambda *_: Answer(m.StatsReply(id=0, stats=self.stats())),
+            m.Stats: lambda session, *_: Answer(
+                m.StatsReply(id=0, stats=self._quotas.told(session.tenant, self.stats))
+            ),
         }
 
     def tick(self) -> None:
@@ -337,12 +343,9 @@ class TierManager:
         self._shaping.step(now_ns)
         self._compressor.step()
         self.expiry.step()
+        self._quotas.step()
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self.tick()
-
-
-def _pinned_max(settings: Settings) -> int:
-    return int(settings.host.capacity * settings.leases.max_pinned_share)

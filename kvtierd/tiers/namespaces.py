@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable
 
@@ -50,6 +51,9 @@ class NamespaceTable:
     def __init__(self) -> None:
         self.entries: list[NamespaceEntry] = []
         self._by_digest: dict[tuple[str, bytes], NamespaceEntry] = {}
+        self.tenant_max = MAX_NAMESPACES
+        """Most of one tenant, so that it leaves numbers to the others."""
+        self._counts: collections.Counter[str] = collections.Counter()
         self.on_change: list[Callable[[NamespaceEntry], None]] = []
         """Told of an entry that is new, or has changed."""
 
@@ -70,16 +74,21 @@ class NamespaceTable:
             if before != (known.allow_loss, known.ttl_s):
                 self._tell(known)
             return known
-        if len(self.entries) >= MAX_NAMESPACES:
+        if len(self.entries) >= MAX_NAMESPACES or self._counts[tenant] >= self.tenant_max:
             raise RequestError(
-                ErrorCode.BUSY, f"{MAX_NAMESPACES} namespaces are in use; restart the daemon to forget old ones"
+                ErrorCode.BUSY, f"{self.tenant_max} namespaces are in use; restart the daemon to forget old ones"
             )
         decided = allow_loss is not None
         entry = NamespaceEntry(len(self.entries), digest, namespace, tenant, bool(allow_loss), decided, ttl_s)
         self.entries.append(entry)
+        self._counts[tenant] += 1
         self._by_digest[tenant, digest] = entry
         self._tell(entry)
         return entry
+
+    def count_of(self, tenant: str) -> int:
+        """How many a tenant has."""
+        return self._counts[tenant]
 
     def _tell(self, entry: NamespaceEntry) -> None:
         for told in self.on_change:

@@ -72,7 +72,9 @@ class Offload:
         Where all prefixes are admitted they were on their way when it ended. Other policies decide when they are used.
         """
         if rows.size and isinstance(self._policy, AdmitAll):
-            self._write_behind.add(entry, cls, rows, slots)
+            if (quota := self._write_behind.quota) is not None:
+                rows = quota.leading(entry, rows)
+            self._write_behind.add(entry, cls, rows, slots[: rows.size])
 
     def follows_a_hole(self, row: int) -> bool:
         """Whether the block in this row, -1 for none, has no copy on nvme and none on its way there."""
@@ -112,6 +114,8 @@ class Offload:
         refused = self._budget.refused_blocks if self._budget else 0
         admitted = self._policy.admit(again, there, block_bytes, self._clock.now_ns())
         fresh = rows[:admitted][~there[:admitted]]
+        if (quota := self._write_behind.quota) is not None:
+            fresh = quota.leading(entry, fresh)
         over_budget = self._budget.refused_blocks - refused if self._budget else 0
         counters["offload_over_budget_blocks"] += over_budget
         counters["offload_not_admitted_blocks"] += missing - int(fresh.size) - over_budget

@@ -147,7 +147,7 @@ class Onboarder:
 
     def _take(self, cls: SlotClass, rows: Rows, *, ahead: bool) -> Slots:
         """Slots for the leading ones of these rows."""
-        allowed = rows[: max(0, self._inflight_max - len(self._arriving))]
+        allowed = self._copies.under_way.leading(cls.tenant, rows[: max(0, self._inflight_max - len(self._arriving))])
         if not ahead:
             self._room.pressure.wanted(cls, rows)
             return self._room.take_host(cls, allowed.size)
@@ -191,6 +191,7 @@ class Onboarder:
             assert self._copies.gpu is not None
             self._copies.gpu.pool.hold(sources)
             sums = self._copies.gpu.sums_of(self._copies.gpu_class(entry), sources)
+        self._copies.under_way.changed(entry.tenant, rows.size, gpu=gpu)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
             self._arriving[row] = Arrival(slot, done)
@@ -295,10 +296,10 @@ class Onboarder:
             copies.host.set_sums(cls, move.slots[kept], move.sums[kept])
             copies.add_host(cls, move.rows[kept], move.slots[kept])
             self._decoder.landed(move, kept)
-        if not kept.all():
-            copies.blocks.unmark_as(move.rows[~kept], PREFETCHED)
+        copies.blocks.unmark_as(move.rows[~kept], PREFETCHED)
         for row in move.rows.tolist():
             del self._arriving[row]
+        copies.under_way.changed(move.entry.tenant, -move.rows.size, gpu=move.sources.size > 0)
         copies.blocks.end_move(move.rows)
         copies.host.release(cls, move.slots)
         move.done.set_result(None)

@@ -174,7 +174,7 @@ class Quick:
         while True:
             granted = storing.reserve(
                 self._board.words, self._class_board(cls), keys, before, want.entry.number, cls.free_count,
-                len(self._host.spare), observed, began, usage.story, usage.kinds, usage.paces, was,
+                self._host.spare_for(cls), observed, began, usage.story, usage.kinds, usage.paces, was,
                 usage.at if observed else was, self._copies.absences.now_ms(), rows, slots, position, chain, ids,
                 descriptors, keys_out, self._told,
             )  # fmt: skip

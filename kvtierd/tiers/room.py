@@ -120,7 +120,8 @@ class Room:
 
     def lacks_memory(self, cls: SlotClass, count: int) -> bool:
         """Whether `count` free slots are not there yet and memory is on its way."""
-        return self.growing and cls.free_count + len(self.copies.host.spare) * cls.slots_per_slab < count
+        host = self.copies.host
+        return self.growing and host.may_grow(cls) and cls.free_count + len(host.spare) * cls.slots_per_slab < count
 
     async def memory_for(self, cls: SlotClass, count: int) -> None:
         """Wait until there are `count` free slots, or all memory is there."""
@@ -148,7 +149,7 @@ class Room:
         if host.missing and not self.growing and host.ticks % REGROW_TICKS == 0:
             self.grow()  # what failed for want of memory or descriptors may succeed now
         for cls in host.pool.classes:
-            for_sure = self._over("host", cls, spare=len(host.spare) + len(host.missing))
+            for_sure = self._over("host", cls, spare=host.spare_for(cls, len(host.missing)))
             if not for_sure or self.pressure.thrashes(cls):
                 continue
             rows = self.copies.keep_elsewhere(host.pool.row[host.victims(cls, for_sure)], "host")
@@ -157,7 +158,7 @@ class Room:
                 self._evict_host(cls, self.copies.blocks.table.host_slot[rows])
         for cls in gpu.pool.classes if gpu is not None else ():
             assert gpu is not None
-            count = self._over("gpu", cls, spare=len(gpu.spare))
+            count = self._over("gpu", cls, spare=gpu.spare_for(cls))
             if not count:
                 continue
             rows = self.copies.keep_elsewhere(gpu.pool.row[gpu.victims(cls, count)], "gpu")
@@ -196,12 +197,28 @@ class Room:
     def move_slab(self, cls: SlotClass) -> None:
         """Free a chunk of a better-off class; it comes back as new memory, since clients have mapped the old one."""
         host = self.copies.host
-        if host.missing or host.spare or self._moved_at == host.ticks:
+        if self._moved_at == host.ticks or ((host.missing or host.spare) and host.may_grow(cls)):
             return  # one at a time, and at most one search in a turn of the ticker
         self._moved_at = host.ticks
         slab = host.slab_to_take(cls)
-        if slab is None:
-            return
+        if slab is not None:
+            self._drop_slab(slab)
+            self.copies.counters["host_chunks_moved"] += 1
+
+    def shed_slab(self, cls: SlotClass) -> None:
+        """Take a chunk from a class whose tenant has more than its quota, where one has no hold in it."""
+        slab = self.copies.host.emptiest(cls)
+        if slab is not None:
+            self._drop_slab(slab)
+
+    def shed_gpu_slab(self, cls: SlotClass) -> None:
+        """The same in gpu, where no block of the slab has its only copy there."""
+        gpu = self.copies.gpu
+        if gpu is not None and (slab := gpu.emptiest(cls)) is not None:
+            self._empty_gpu_slab(slab)
+
+    def _drop_slab(self, slab: int) -> None:
+        host = self.copies.host
         donor = next(other for other in host.pool.classes if slab in other.slabs)
         slots = host.pool.slots_of(slab)
         self._evict_host(donor, slots[host.pool.row[slots] >= 0])
@@ -209,7 +226,6 @@ class Room:
         chunk = host.drop(slab)
         self.chunk_gone(chunk.number)
         chunk.close()
-        self.copies.counters["host_chunks_moved"] += 1
         self.grow()
 
     def _empty_gpu_slab(self, slab: int) -> None:

@@ -10,6 +10,7 @@ from kvtierd.gpu.slot_pool import NO_SLOT, ORPHAN, SlotClass, SlotPool, Slots
 from kvtierd.index import slot_steps
 from kvtierd.policy.eviction import EvictionPolicy
 from kvtierd.policy.returns import Usage
+from kvtierd.tiers.slab_quota import SlabQuota
 
 MAX_SCAN = 4096
 """Slots that one search for victims looks at: bounds its time, whatever is held."""
@@ -34,6 +35,8 @@ class SlotTier:
         self.ticks = 0
         """Turns of the manager's ticker: a clock that is exact enough to tell who is idle."""
         self._used_at: dict[int, int] = {}
+        self.quota: SlabQuota | None = None
+        """Of tenants, where one has any."""
 
     def class_for(self, slot_bytes: int, layers: int, tenant: str) -> SlotClass:
         """Class of a slot shape."""
@@ -49,10 +52,19 @@ class SlotTier:
 
     def make_free(self, cls: SlotClass, count: int) -> int:
         """Cut spare slabs until `count` slots are free; how many of these are."""
-        while cls.free_count < count and self.spare:
+        while cls.free_count < count and self.spare_for(cls):
             if not self.attach_spare(cls):
                 break
         return min(count, cls.free_count)
+
+    def spare_for(self, cls: SlotClass, coming: int = 0) -> int:
+        """How many slabs a class may still be given: of those that are spare, and of `coming` ones."""
+        spare = len(self.spare) + coming
+        return spare if self.quota is None else max(0, min(spare, self.quota.left(cls.tenant)))
+
+    def may_grow(self, cls: SlotClass) -> bool:
+        """Whether the quota of its tenant leaves a class room for another slab."""
+        return self.quota is None or self.quota.left(cls.tenant) > 0
 
     def attach_spare(self, cls: SlotClass) -> bool:
         """Cut the last spare slab into slots of a class; False where that cannot be."""
@@ -137,23 +149,33 @@ class SlotTier:
         """Pick a slab that another class should give to `cls`, with no hold in it: the emptiest of those looked at.
 
         Fairness between models of different block sizes: a class can get as many slabs as any other has, and any slab
-        of a class that nobody has used for a while.
+        of a class that nobody has used for a while. At its quota a tenant takes from itself only.
         """
+        grows = self.may_grow(cls)
         donors = [
-            other for other in self.pool.classes if other is not cls and other.slabs and self._should_give(other, cls)
+            other
+            for other in self.pool.classes
+            if other is not cls
+            and other.slabs
+            and (grows or other.tenant == cls.tenant)
+            and self._should_give(other, cls)
         ]
-        best: tuple[int, int] | None = None
         for donor in sorted(donors, key=lambda other: (not self._is_idle(other), -len(other.slabs))):
-            for slab in donor.slabs[:SLABS_LOOKED_AT]:
-                slots = self.pool.slots_of(slab)
-                if self.pool.holds[slots].any():
-                    continue
-                used = int((self.pool.row[slots] != NO_SLOT).sum())
-                if best is None or used < best[0]:
-                    best = (used, slab)
-            if best is not None:
-                return best[1]
+            if (slab := self.emptiest(donor)) is not None:
+                return slab
         return None
+
+    def emptiest(self, cls: SlotClass) -> int | None:
+        """That of the slabs of a class, as far as they are looked at, which has the fewest blocks, and no hold."""
+        best: tuple[int, int] | None = None
+        for slab in cls.slabs[:SLABS_LOOKED_AT]:
+            slots = self.pool.slots_of(slab)
+            if self.pool.holds[slots].any():
+                continue
+            used = int((self.pool.row[slots] != NO_SLOT).sum())
+            if best is None or used < best[0]:
+                best = (used, slab)
+        return None if best is None else best[1]
 
     def _should_give(self, donor: SlotClass, cls: SlotClass) -> bool:
         return len(donor.slabs) > len(cls.slabs) + 1 or not cls.slabs or self._is_idle(donor)

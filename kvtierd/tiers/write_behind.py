@@ -21,6 +21,7 @@ from kvtierd.storage.interface import BlockStore, DegradedError, Extent, WriteIt
 from kvtierd.tiers.blocks import OFFLOADING, RETURNED, Rows
 from kvtierd.tiers.compress import Compressor, Encoded
 from kvtierd.tiers.copies import Copies
+from kvtierd.tiers.disk_quota import DiskQuota
 from kvtierd.tiers.namespaces import NamespaceEntry
 
 _log = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class WriteBehind:
         self._clock = clock
         self.compressor: Compressor | None = None
         """Makes cold blocks smaller before they are written."""
+        self.quota: DiskQuota | None = None
+        """Of tenants, where one has any."""
         self.failed_ns = -(1 << 62)
         """When the disk last refused a block."""
         self._store = store
@@ -78,6 +81,8 @@ class WriteBehind:
     def add(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, slots: Slots) -> None:
         """Queue blocks that are in host and not on disk, in prefix order; those over the limit are deferred."""
         self._copies.blocks.mark_as(rows, OFFLOADING)
+        if self.quota is not None:
+            self.quota.changed(rows, 1)
         block = entry.geometry.slot_bytes
         step = max(1, min(BATCH_BYTES, self._limit_bytes // 4) // block)
         for begin in range(0, rows.size, step):
@@ -270,6 +275,8 @@ class WriteBehind:
 
     def _end_move(self, rows: Rows) -> None:
         self._copies.blocks.unmark_as(rows, OFFLOADING)
+        if self.quota is not None:
+            self.quota.changed(rows, -1)
         self._copies.blocks.end_move(rows)
 
     async def _bury(self) -> None:

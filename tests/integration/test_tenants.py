@@ -203,6 +203,17 @@ def test_case_09_events_are_told_to_their_tenant_alone(daemon: EmbeddedDaemon) -
         context.term()
 
 
+def test_statistics_of_a_tenant_tell_nothing_of_another(daemon: EmbeddedDaemon) -> None:
+    with client(daemon, "default") as a, client(daemon, "b") as b:
+        b.purge()
+        b.flush()
+        before = b.stats()
+        a.store(a.register(SPACE), block_keys(SPACE.digest(), range(7_000_000, 7_000_096), 16), blocks_of(3))
+        after = b.stats()
+        assert after == before
+        assert after["host_used_bytes"] == 0
+
+
 def test_remote_client_is_the_tenant_of_its_key(tmp_path: Path) -> None:
     server, anna, bert = KeyPair.new(), KeyPair.new(), KeyPair.new()
     server.save(tmp_path / "server.key")

@@ -227,3 +227,33 @@ def test_an_answer_that_cannot_be_sent_is_an_internal_error(daemon: ThreadDaemon
         assert raw.refused(Flush(id=0)).code == ErrorCode.INTERNAL
     del daemon.service._serve
     assert raw.alive()
+
+
+class _Quota:
+    """Two requests of the tenant, whoever's."""
+
+    count = 0
+
+    @property
+    def full(self) -> bool:
+        return self.count >= 2
+
+
+def test_requests_of_a_tenant_in_flight_are_limited_over_all_its_sessions(folder: Path) -> None:
+    quota = _Quota()
+    with ThreadDaemon(folder) as daemon, RawClient(daemon.endpoint) as one, RawClient(daemon.endpoint) as two:
+        one.hello()
+        two.hello()
+        for peer in daemon.call(lambda: list(daemon.server.sessions)):
+            peer.session.quota = quota
+        gate = Gate(daemon, Flush)
+        for raw in (one, two):
+            raw.post(Flush(id=0))
+        until(lambda: gate.waiting == 2)
+        assert "of this tenant" in one.refused(Flush(id=0)).message
+        assert two.refused(Flush(id=0)).code == ErrorCode.BUSY
+        assert one.alive(), "what is cheap is taken up"
+        gate.open()
+        for raw in (one, two):
+            assert isinstance(raw.receive()[0], OkReply)
+        until(lambda: quota.count == 0)

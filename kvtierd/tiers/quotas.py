@@ -1,0 +1,110 @@
+"""Quotas of tenants: bytes in each tier, requests and blocks under way. Where no tenant has any, nothing is asked here.
+
+Bytes of host and gpu are slabs (slab_quota), which a class of slots asks for when it grows; bytes of nvme are counted
+(disk_quota). A request that goes on in the background counts while it is worked on, and a block while it is on its way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvtierd.config.schema import Settings, Tenant
+from kvtierd.protocol.messages import Tier
+from kvtierd.tiers.copies import Copies
+from kvtierd.tiers.disk_quota import DiskQuota, Forget
+from kvtierd.tiers.namespaces import MAX_NAMESPACES
+from kvtierd.tiers.room import Room
+from kvtierd.tiers.slab_quota import SlabQuota
+from kvtierd.tiers.write_behind import WriteBehind
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class RequestQuota:
+    """Requests of one tenant being worked on (protocol.service.Session.quota); `limit` 0 is none."""
+
+    limit: int = 0
+    count: int = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether no more may be taken up now."""
+        return 0 < self.limit <= self.count
+
+
+class Quotas:
+    """All quotas of a daemon. Everything runs on the loop."""
+
+    def __init__(
+        self, settings: Settings, copies: Copies, room: Room, write_behind: WriteBehind | None, forget: Forget
+    ) -> None:
+        self._copies = copies
+        self._room = room
+        self._write_behind = write_behind
+        self._forget = forget
+        self._requests: dict[str, RequestQuota] = {}
+        self._disk: DiskQuota | None = None
+        self._several = False
+        self.apply(settings)
+
+    def apply(self, settings: Settings) -> None:
+        """Take over quotas. What a tenant has over a lowered one is taken from it in the steps that follow."""
+        tenants = settings.tenants
+        count = len({settings.server.tenant, *tenants})
+        self._several = count > 1
+        self._copies.namespaces.tenant_max = MAX_NAMESPACES // count
+        self._set_slabs(tenants)
+        self._set_disk({name: terms.nvme_bytes for name, terms in tenants.items() if terms.nvme_bytes})
+        limits: dict[tuple[str, Tier], int] = {}
+        for name, terms in tenants.items():
+            limits |= {(name, "gpu"): terms.gpu_inflight, (name, "nvme"): terms.nvme_inflight}
+        self._copies.under_way.limits = {key: limit for key, limit in limits.items() if limit}
+        for name, terms in tenants.items():
+            self._requests.setdefault(name, RequestQuota()).limit = terms.host_inflight
+
+    def requests_of(self, tenant: str) -> RequestQuota | None:
+        """The quota of a tenant's requests; None for one that the configuration does not name."""
+        return self._requests.get(tenant)
+
+    def step(self) -> None:
+        """Take from tenants what they have over their quotas, piece by piece; call it every so often."""
+        if self._disk is not None:
+            self._disk.step()
+        host, gpu = self._copies.host, self._copies.gpu
+        if host.quota is not None and (cls := host.quota.to_give()) is not None:
+            self._room.shed_slab(cls)
+        if gpu is not None and gpu.quota is not None and (cls := gpu.quota.to_give()) is not None:
+            self._room.shed_gpu_slab(cls)
+
+    def told(self, tenant: str, everything: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The statistics that a client may have: `everything`, or where there are other tenants what is its own's."""
+        return self._own(tenant) if self._several else everything()
+
+    def _own(self, tenant: str) -> dict[str, Any]:
+        found: dict[str, Any] = {"namespaces": self._copies.namespaces.count_of(tenant)}
+        for name, tier in (("host", self._copies.host), ("gpu", self._copies.gpu)):
+            classes = [cls for cls in tier.pool.classes if cls.tenant == tenant] if tier is not None else []
+            found[f"{name}_used_bytes"] = sum(cls.used * cls.slot_bytes for cls in classes)
+        if self._disk is not None:
+            found["nvme_used_bytes"] = self._disk.used_bytes(tenant)
+        return found
+
+    def _set_slabs(self, tenants: Mapping[str, Tenant]) -> None:
+        for tier, leaf in ((self._copies.host, "host_bytes"), (self._copies.gpu, "gpu_bytes")):
+            limits = {name: getattr(terms, leaf) for name, terms in tenants.items()}
+            if tier is None or (tier.quota is None and not any(limits.values())):
+                continue
+            if tier.quota is None:
+                tier.quota = SlabQuota(tier.pool, limits)
+            else:
+                tier.quota.set(limits)
+
+    def _set_disk(self, limits: Mapping[str, int]) -> None:
+        if self._write_behind is None or (self._disk is None and not limits):
+            return
+        if self._disk is not None:
+            self._disk.set(limits)
+            return
+        self._disk = DiskQuota(self._copies, self._forget, limits)
+        self._copies.blocks.disk_quota = self._write_behind.quota = self._disk
