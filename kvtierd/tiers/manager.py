@@ -328,9 +328,7 @@ class TierManager:
             m.Extend: self._sequences.extend,
             m.Attend: self._attention.attend,
             m.CloseSequence: self._sequences.close_sequence,
-            m.Stats: lambda session, *_: Answer(
-                m.StatsReply(id=0, stats=self._quotas.told(session.tenant, self.stats))
-            ),
+            m.Stats: lambda session, *_: self._quotas.stats(session, self.stats),
         }
 
     def tick(self) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvtierd.config.schema import Settings, Tenant
-from kvtierd.protocol.messages import Tier
+from kvtierd.protocol.messages import StatsReply, Tier
+from kvtierd.protocol.service import Answer, Session
 from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.disk_quota import DiskQuota, Forget
 from kvtierd.tiers.namespaces import MAX_NAMESPACES
@@ -77,9 +78,9 @@ class Quotas:
         if gpu is not None and gpu.quota is not None and (cls := gpu.quota.to_give()) is not None:
             self._room.shed_gpu_slab(cls)
 
-    def told(self, tenant: str, everything: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The statistics that a client may have: `everything`, or where there are other tenants what is its own's."""
-        return self._own(tenant) if self._several else everything()
+    def stats(self, session: Session, everything: Callable[[], dict[str, Any]]) -> Answer:
+        """Serve statistics: `everything`, or where there are other tenants what is the client's own's."""
+        return Answer(StatsReply(id=0, stats=self._own(session.tenant) if self._several else everything()))
 
     def _own(self, tenant: str) -> dict[str, Any]:
         found: dict[str, Any] = {"namespaces": self._copies.namespaces.count_of(tenant)}
