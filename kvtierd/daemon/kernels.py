@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvtierd.index.jit import CacheState
 
-SERVED = ("index", "policy", "tiers/steps", "gpu/host_kernels")
-"""Folders whose functions requests call."""
+SERVED = ("index", "policy", "tiers/steps")
+"""Folders whose functions every daemon calls."""
+LATER = ("gpu/host_kernels",)
+"""Folders whose functions are loaded when somebody may want them (kvtierd.tiers.later_kernels), once they are compiled
+and in the cache."""
 
 
 def choose_cache(cache_dir: str) -> CacheState:
@@ -24,17 +27,37 @@ def choose_cache(cache_dir: str) -> CacheState:
 
 
 def load_kernels(
-    tell: Callable[[int, int], None] = lambda _done, _total: None, folders: Sequence[str] = SERVED
+    tell: Callable[[int, int], None] = lambda _done, _total: None, folders: Sequence[str] | None = None
 ) -> float:
     """Load compiled functions, which importing their modules does; how many seconds it took.
 
-    `tell` hears before each module how many are done, of how many.
+    Without `folders` these are the `SERVED` ones, and of `LATER` those that the cache does not have yet: what is loaded
+    on a request must not compile. `tell` hears before each module how many are done, of how many.
     """
     from kvtierd.index.jit import PACKAGE
 
     begin_s = time.monotonic()
+    if folders is None:
+        folders = (*SERVED, *(folder for folder in LATER if not is_compiled(folder)))
     paths = sorted(path for folder in folders for path in (PACKAGE / folder).rglob("[!_]*.py"))
     for number, path in enumerate(paths):
         tell(number, len(paths))
         importlib.import_module(".".join((PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts)))
+    for folder in folders:
+        if (mark := _mark(folder)) is not None:
+            mark.touch()
     return time.monotonic() - begin_s
+
+
+def is_compiled(folder: str) -> bool:
+    """Whether all of a folder's functions were loaded once, so that the cache has them."""
+    mark = _mark(folder)
+    return mark is not None and mark.exists()
+
+
+def _mark(folder: str) -> Path | None:
+    """The file that says so; None where nothing is cached. The cache's own folder is one of these very sources."""
+    from kvtierd.index.jit import cache_state
+
+    directory = cache_state().directory
+    return None if directory is None else directory / f"complete-{folder.replace('/', '-')}"

@@ -121,7 +121,9 @@ def _load(settings: Settings) -> Compose:
     logger.info("kernels loaded in %.2f s; %s", load_kernels(_tell_loading), cache.note)
     give_back_compiler()
     from kvtierd.daemon.composition import compose
+    from kvtierd.tiers.later_kernels import after_loading
 
+    after_loading(give_back_compiler)
     return compose
 
 

@@ -34,6 +34,7 @@ from kvtierd.tiers.attend_ring import StagingRing
 from kvtierd.tiers.attend_stream import Depth, Stream
 from kvtierd.tiers.attend_times import AttendTimes
 from kvtierd.tiers.copies import Copies
+from kvtierd.tiers.later_kernels import load
 from kvtierd.tiers.leases import SESSION_SHARE
 from kvtierd.tiers.sequences import OpenedSequence, Sequences
 from kvtierd.tiers.workers import Workers
@@ -60,7 +61,7 @@ class Attention:
         self._copies = copies
         self._clock = clock
         self.sequences = sequences
-        sequences.on_close = self._forget_ahead
+        sequences.on_open, sequences.on_close = self._get_ready, self._forget_ahead
         self._limit = settings.attention.max_requests
         self._running: collections.Counter[int] = collections.Counter()
         self.ring = StagingRing(settings.attention.staging_bytes)
@@ -70,6 +71,7 @@ class Attention:
         self._threads = settings.worker_threads
         self._compute = Workers(1, "kvtierd-attend", workers.progress)
         self._device_made: AttentionDevice | None = None
+        self._loading = False
         devices = len(split_folders(settings.nvme.directory)) or 1
         self._depth = Depth(settings.nvme.io_threads * devices + JOBS_BEYOND_THREADS, 0)
         self._ahead: dict[int, Stream] = {}
@@ -125,6 +127,8 @@ class Attention:
         self.sequences.begin_call(sequence)
         try:
             geometry, tokens = sequence.entry.geometry, sequence.tokens
+            if self._device_made is None:
+                await self._compute.run(self._make_device)
             asked = await self._compute.run(functools.partial(queries_of, request, geometry, tokens, frames))
             dtype = request.output or request.dtype
             answers: list[Array] = []
@@ -158,13 +162,23 @@ class Attention:
 
     @property
     def device(self) -> AttentionDevice:
-        """What computes: made when it is first wanted, because its kernels take a while to load."""
-        if self._device_made is None:
-            from kvtierd.gpu.attend_host import HostAttention, thread_limit
-
-            limit = thread_limit()
-            self._device_made = HostAttention(min(self._threads or limit, limit))
+        """What computes; a request makes sure that it is there."""
+        assert self._device_made is not None, "a request loads the kernels first"
         return self._device_made
+
+    def _get_ready(self) -> None:
+        """A sequence was opened, which will be attended to: load the kernels meanwhile."""
+        if self._device_made is None and not self._loading:
+            self._loading = True
+            task = asyncio.create_task(self._compute.run(self._make_device))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _make_device(self) -> None:
+        if self._device_made is None:
+            host = load("kvtierd.gpu.attend_host")
+            limit = host.thread_limit()
+            self._device_made = host.HostAttention(min(self._threads or limit, limit))
 
     async def run(self, piece: Callable[[], T]) -> T:
         """Run a piece of work in the thread that computes; others have their turn between two pieces."""

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -19,8 +19,11 @@ import numpy.typing as npt
 from kvtierd.core.checksum import Bytes, Sums, layer_sum
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.stored_form import EncodedLayout
-from kvtierd.gpu.codec import BlockCodec
 from kvtierd.tiers.compress_forms import Errors
+from kvtierd.tiers.later_kernels import load
+
+if TYPE_CHECKING:
+    from kvtierd.gpu.codec import BlockCodec
 
 PIECE_BYTES = 2 << 20
 """Exact bytes of one job in a thread: one to two milliseconds, so that reads come between and a stop is quick."""
@@ -31,11 +34,10 @@ _scratch = threading.local()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shapes:
-    """What a block of one geometry measures in both forms, and the codec of a single layer of it."""
+    """What a block of one geometry measures in both forms."""
 
     geometry: Geometry
     form: EncodedLayout
-    layer: BlockCodec
 
     @property
     def errors(self) -> slice:
@@ -46,8 +48,14 @@ class Shapes:
 @functools.lru_cache(maxsize=256)
 def shapes_of(geometry: Geometry) -> Shapes:
     """The shapes of a geometry, which must have an FP8 form (ValueError)."""
-    single = msgspec.structs.replace(geometry, layers=1)
-    return Shapes(geometry, EncodedLayout(geometry), BlockCodec(single))
+    return Shapes(geometry, EncodedLayout(geometry))
+
+
+@functools.lru_cache(maxsize=256)
+def codec_of(geometry: Geometry) -> BlockCodec:
+    """The codec of a single layer of blocks of a geometry. For threads: the first one loads the codec's kernels."""
+    codec: BlockCodec = load("kvtierd.gpu.codec").BlockCodec(msgspec.structs.replace(geometry, layers=1))
+    return codec
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -125,12 +133,13 @@ async def in_pieces(
 def encode(shapes: Shapes, item: Encoding, first: int, end: int) -> None:
     """Encode layers first..end-1 of a block and hash them."""
     size, stride, form = shapes.geometry.layer_bytes, shapes.geometry.layer_stride, shapes.form
+    codec = codec_of(shapes.geometry)
     for layer in range(first, end):
         if not item.good:
             return
         exact = item.source[layer * stride : (layer + 1) * stride]
         coded = item.target[layer * form.layer_stride : (layer + 1) * form.layer_stride]
-        shapes.layer.encode(exact, coded)
+        codec.encode(exact, coded)
         item.good = layer_sum(exact[:size]) == item.old_sums[layer]
         if item.errors is not None:
             coded[shapes.errors] = item.errors[layer].view(np.uint8)
@@ -144,7 +153,7 @@ def decode(shapes: Shapes, item: Decoding, first: int, end: int) -> None:
     behind its exact form, and is set aside first.
     """
     size, stride, form = shapes.geometry.layer_bytes, shapes.geometry.layer_stride, shapes.form
-    coded = _aside(form.layer_stride)
+    coded, codec = _aside(form.layer_stride), codec_of(shapes.geometry)
     for layer in range(first, end):
         if not item.good:
             return
@@ -152,7 +161,7 @@ def decode(shapes: Shapes, item: Decoding, first: int, end: int) -> None:
         item.good = layer_sum(coded[: form.layer_bytes]) == item.old_sums[layer]
         item.errors[layer] = coded[shapes.errors].view(np.float32)
         exact = item.target[layer * stride : (layer + 1) * stride]
-        shapes.layer.decode(coded, exact)
+        codec.decode(coded, exact)
         item.new_sums[layer] = layer_sum(exact[:size])
 
 
