@@ -6,6 +6,9 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 VENV := .venv
+# What is installed, and the Debian packages for it; the Dockerfile installs without what is for developing.
+PACKAGE := --editable '.[dev]'
+DEBIAN := libgomp1 fio
 ENGINE_VENV := .venv-engines-transformers
 ENGINE_PINS := tests/engines/transformers-requirements.txt
 MODEL_PINS := tests/engines/transformers-model-requirements.txt
@@ -37,10 +40,10 @@ install: $(DEV) ## Make .venv with the daemon, the client and the tools
 	@echo "installed in $(VENV)"
 
 $(DEV):
-	@./.ci/debian-packages libgomp1 fio
+	@./.ci/debian-packages $(DEBIAN)
 	@$(call make-venv,$(VENV))
 	@echo "==> kvtierd and its tools (about a minute)"
-	@$(BIN)/python $(PIP_INSTALL) --editable '.[dev]'
+	@$(BIN)/python $(PIP_INSTALL) $(PACKAGE)
 	@$(BIN)/python $(PIP_INSTALL) --no-deps --requirement $(KVIKIO_PINS)
 	@rm -f $(VENV)/.installed-dev-*
 	@echo "==> compiling kernels"
