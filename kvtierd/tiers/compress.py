@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.config.schema import Settings
-from kvtierd.core.checksum import Sums, block_sum
+from kvtierd.core.checksum import Sums, block_sums
 from kvtierd.core.clock import Clock
 from kvtierd.core.stored_form import Codec, choose_codec
 from kvtierd.gpu.slot_pool import NO_SLOT, SlotClass, Slots
@@ -59,9 +59,13 @@ class Encoded:
     sums: Sums
     withheld: npt.NDArray[np.bool_]
 
-    def total(self, index: int) -> int | None:
-        """Block sum of a block's compressed form; None where it has none."""
-        return block_sum(self.sums[index]) if self.slots[index] >= 0 else None
+    def forms(self, index: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.uint8], Sums]:
+        """Codecs of these blocks of the batch, [n], and the block sums of those that are compressed."""
+        codecs = np.where(self.slots[index] >= 0, np.uint8(Codec.FP8_E4M3), np.uint8(Codec.RAW))
+        sums = np.zeros(index.size, np.uint64)
+        coded = codecs != Codec.RAW
+        sums[coded] = block_sums(self.sums[index[coded]])
+        return codecs, sums
 
 
 class Compressor:

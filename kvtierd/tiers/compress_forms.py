@@ -259,11 +259,6 @@ class Forms:
         self._stored_sum[rows[lossy]] = sums[lossy]
         self._note(rows[lossy])
 
-    def stored_one(self, row: int, total: int | None) -> None:
-        """A block lies on nvme now: in FP8 with this block sum, or as it is."""
-        codec = np.array([Codec.RAW if total is None else Codec.FP8_E4M3], np.uint8)
-        self.stored(np.array([row], np.int32), codec, np.array([total or 0], np.uint64))
-
     def freed(self, rows: Rows) -> None:
         """Rows of the block table are about to be given back."""
         if self.seen:

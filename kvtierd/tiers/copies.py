@@ -15,7 +15,7 @@ from kvtierd.core.clock import Clock
 from kvtierd.core.units import PAGE_BYTES
 from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME, TIERS, Tier
-from kvtierd.storage.interface import Extent
+from kvtierd.storage.interface import Extent, Extents
 from kvtierd.storage.layout import block_shape
 from kvtierd.telemetry.metrics import METRICS
 from kvtierd.tiers.absences import Absences
@@ -96,12 +96,11 @@ class Copies:
         self.gpu.settle(cls, slots, rows)
         self._tell_copied(rows)
 
-    def add_nvme(self, row: int, extent: Extent) -> None:
-        """An extent on disk becomes a copy of a row."""
+    def add_nvme(self, rows: Rows, extents: Extents) -> None:
+        """Extents on disk become copies of rows."""
         table = self.blocks.table
-        table.segment[row] = extent.segment
-        table.extent_page[row] = extent.offset // PAGE_BYTES
-        rows = np.array([row], np.int32)
+        table.segment[rows] = extents.segment
+        table.extent_page[rows] = extents.page
         self.blocks.unmark_as(rows, READ_BACK)
         self.blocks.mark(rows, TIER_NVME)
 

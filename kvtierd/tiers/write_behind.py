@@ -16,8 +16,9 @@ import numpy as np
 
 from kvtierd.core.clock import Clock
 from kvtierd.core.errors import CorruptionError, StorageError
+from kvtierd.core.stored_form import Codec
 from kvtierd.gpu.slot_pool import SlotClass, Slots
-from kvtierd.storage.interface import BlockStore, DegradedError, Extent, WriteItem
+from kvtierd.storage.interface import BlockStore, DegradedError, Extent, Extents, WriteItem
 from kvtierd.tiers.blocks import OFFLOADING, RETURNED, Rows
 from kvtierd.tiers.compress import Compressor, Encoded
 from kvtierd.tiers.copies import Copies
@@ -73,6 +74,8 @@ class WriteBehind:
         self.running: asyncio.Task[None] | None = None
         """Ends only by `close`, or by a bug."""
         self._inflight: set[asyncio.Task[None]] = set()
+        self._burial = asyncio.Lock()
+        self._burying: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin to write."""
@@ -151,6 +154,8 @@ class WriteBehind:
         if self.running is not None:
             self.running.cancel()
             await asyncio.gather(self.running, *self._inflight, return_exceptions=True)
+        if self._burying is not None:
+            await asyncio.wait([self._burying])
         while self._queue:
             await self._finish(self._queue.popleft(), [])
         while self._deferred:
@@ -161,10 +166,12 @@ class WriteBehind:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            await self._bury()
+            if self._copies.dead_extents and not self._burial.locked():
+                # Beside the writes: tombstones say by number what they strike out, in whatever order they come.
+                self._burying = asyncio.create_task(self._bury())
+                self._burying.add_done_callback(self._ended)
             while self._queue:
-                batch = self._merge_small(self._queue.popleft())
-                task = asyncio.create_task(self._write(batch))
+                task = asyncio.create_task(self._write(self._merge_small(self._queue.popleft())))
                 self._inflight.add(task)
                 task.add_done_callback(self._ended)
                 while len(self._inflight) >= BATCHES_INFLIGHT:
@@ -227,15 +234,14 @@ class WriteBehind:
     ) -> None:
         """Take note of what was written, end the holds, and wake whoever waits for it."""
         copies, entry = self._copies, batch.entry
+        self._written(batch, outcome, encoded)
         corrupt: list[int] = []
-        for i, (row, result) in enumerate(zip(batch.rows.tolist(), outcome, strict=False)):
-            if isinstance(result, Extent):
-                self._written(entry, row, result, encoded.total(i) if encoded is not None else None)
-            elif isinstance(result, CorruptionError):
+        for row, result in zip(batch.rows.tolist(), outcome, strict=False):
+            if isinstance(result, CorruptionError):
                 _log.error("host tier: %s; the block is dropped", result, extra=copies.log_fields(row, "host"))
                 copies.counters["host_corrupt_blocks"] += 1
                 corrupt.append(row)
-            elif result is not None:
+            elif isinstance(result, StorageError):
                 fields = copies.log_fields(row, "nvme")
                 level = logging.DEBUG if isinstance(result, DegradedError) else logging.WARNING
                 _log.log(level, "nvme write: %s; the block stays in host only", result, extra=fields)
@@ -256,21 +262,34 @@ class WriteBehind:
         async with self._moved:
             self._moved.notify_all()
 
-    def _written(self, entry: NamespaceEntry, row: int, extent: Extent, total: int | None) -> None:
-        """A block lies on disk; `total` is the block sum of its compressed form, None for the exact one."""
-        copies = self._copies
-        copies.counters["offloaded_blocks"] += 1
-        copies.counters["offloaded_bytes"] += extent.length
-        if copies.blocks.table.marks.item(row) & RETURNED:
-            copies.counters["offloaded_again_bytes"] += extent.length
-        wanted = total is None or entry.allow_loss
-        if wanted and copies.blocks.live(np.array([row], np.int32))[0]:
-            copies.shapes.forms.stored_one(row, total)
-            copies.add_nvme(row, extent)
+    def _written(self, batch: _Batch, outcome: list[Extent | StorageError | None], encoded: Encoded | None) -> None:
+        """These blocks of a batch lie on disk."""
+        found = [(i, result) for i, result in enumerate(outcome) if isinstance(result, Extent)]
+        if not found:
             return
+        places = np.array([i for i, _ in found], np.intp)
+        rows, extents = batch.rows[places], Extents.of([extent for _, extent in found])
+        codecs, totals = np.zeros(rows.size, np.uint8), np.zeros(rows.size, np.uint64)
+        if encoded is not None:
+            codecs, totals = encoded.forms(places)
+        copies, counters = self._copies, self._copies.counters
+        counters["offloaded_blocks"] += rows.size
+        counters["offloaded_bytes"] += int(extents.length.sum())
+        counters["offloaded_again_bytes"] += int(extents.length[copies.blocks.marked(rows, RETURNED)].sum())
+        wanted = copies.blocks.live(rows)
+        if not batch.entry.allow_loss:
+            wanted &= codecs == Codec.RAW
+        if wanted.all():
+            copies.shapes.forms.stored(rows, codecs, totals)
+            copies.add_nvme(rows, extents)
+            return
+        kept = np.flatnonzero(wanted)
+        copies.shapes.forms.stored(rows[kept], codecs[kept], totals[kept])
+        copies.add_nvme(rows[kept], extents.take(kept))
         # Deleted, or loss forbidden, while it was being written: what reached the disk must not come back.
-        key = copies.blocks.table.key[row].tobytes()
-        copies.dead_extents.append((entry.stored_digest, key, extent))
+        for i in np.flatnonzero(~wanted).tolist():
+            key = copies.blocks.table.key[rows[i]].tobytes()
+            copies.dead_extents.append((batch.entry.digest, key, extents[i]))
         self._wake.set()
 
     def _end_move(self, rows: Rows) -> None:
@@ -280,16 +299,17 @@ class WriteBehind:
         self._copies.blocks.end_move(rows)
 
     async def _bury(self) -> None:
-        """Write tombstones of forgotten extents."""
+        """Write tombstones of forgotten extents; of all that are there, when it returns."""
         dead = self._copies.dead_extents
-        while dead:
-            batch, dead[:] = dead[:256], dead[256:]
-            try:
-                await self._store.delete(batch)
-            except StorageError as error:
-                _log.warning("nvme delete: %s; will be tried again", error)
-                dead.extend(batch)
-                return
+        async with self._burial:
+            while dead:
+                batch, dead[:] = dead[:256], dead[256:]
+                try:
+                    await self._store.delete(batch)
+                except StorageError as error:
+                    _log.warning("nvme delete: %s; will be tried again", error)
+                    dead.extend(batch)
+                    return
 
     def kick(self) -> None:
         """Forgotten extents wait for their tombstones."""
