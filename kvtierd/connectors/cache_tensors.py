@@ -33,9 +33,7 @@ def check_plain(cache: Any) -> None:
 
 def layer_arrays(cache: Any, begin: int, end: int) -> list[LayerKv]:
     """View tokens `begin..end` of a cache of one sequence; layers on an accelerator are copied to the host."""
-    return [
-        LayerKv(*(_carried(part[0, :, begin:end]) for part in (layer.keys, layer.values))) for layer in cache.layers
-    ]
+    return [LayerKv(*(carried(part[0, :, begin:end]) for part in (layer.keys, layer.values))) for layer in cache.layers]
 
 
 def token_count(cache: Any) -> int:
@@ -57,7 +55,7 @@ class LayerBuffers:
             for _ in range(geometry.layers)
         ]
         element = carrier(geometry.dtype)
-        self.arrays = [LayerKv(*(_carried(part[0]).view(element) for part in pair)) for pair in self._tensors]
+        self.arrays = [LayerKv(*(carried(part[0]).view(element) for part in pair)) for pair in self._tensors]
 
     def fill_cache(self, cache: Any, tokens: int, devices: Sequence[Any]) -> None:
         """Make the first `tokens` tokens the past of an empty cache, each layer on its device."""
@@ -67,7 +65,11 @@ class LayerBuffers:
             layer.keys, layer.values = k, v
 
 
-def _carried(tensor: torch.Tensor) -> Elements:
+def carried(tensor: torch.Tensor) -> Elements:
+    """A tensor as unsigned integers of its element size, a view where it lies in host memory already.
+
+    Raises ValueError for a dtype that is not stored.
+    """
     size = tensor.element_size()
     if size not in _SIGNED:
         raise ValueError(f"KV of dtype {tensor.dtype} is not stored; bf16, fp16 and fp32 are")

@@ -31,12 +31,23 @@ except ImportError as error:
 from kvtierd.connectors.cache_tensors import LayerBuffers, check_plain, layer_arrays, token_count
 from kvtierd.connectors.generate_arguments import check_generate, check_input_ids
 from kvtierd.connectors.model_identity import check_model, empty_cache, identify, weights_stamp
+from kvtierd.connectors.offloaded_attention import register_offloaded_attention
+from kvtierd.connectors.offloaded_cache import OffloadedCache
+from kvtierd.connectors.offloaded_store import OffloadError
 from kvtierd.connectors.prefix_io import Counters, PrefixIo, Stored
 from kvtierd.core.namespace import Namespace
 from kvtierd.protocol.client import Client
 from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, Tier
 
-__all__ = ["Counters", "PrefixStore", "Restored", "Stored"]
+__all__ = [
+    "Counters",
+    "OffloadError",
+    "OffloadedCache",
+    "PrefixStore",
+    "Restored",
+    "Stored",
+    "register_offloaded_attention",
+]
 
 _log = logging.getLogger(__name__)
 
