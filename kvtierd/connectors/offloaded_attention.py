@@ -8,7 +8,7 @@ torch's own attention.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -24,6 +24,12 @@ _UNDERSTOOD = frozenset({"position_ids", "cache_position", "use_cache", "logits_
 
 QUERIES = 512
 """Of queries over keys in this process, so many at a time: their scores lie in memory."""
+
+
+GO_ON = (
+    "to go on from a cache that holds tokens pass the whole conversation, longer than the cache, without "
+    "prefill_chunk_size or assisted decoding, which transformers begins at token 0"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -43,8 +49,9 @@ class Mask:
 class OffloadedKeys(Protocol):
     """What attention wants of the layer that handed out a key tensor."""
 
-    def attend(self, query: Any, key: Any, value: Any, mask: Mask, scale: float) -> torch.Tensor:
-        """Attention over the past and over these keys: [rows, queries, heads, v_dim]."""
+    def attend(self, query: Any, key: Any, value: Any, mask: Mask, scale: float, positions: Any) -> torch.Tensor:
+        """Attention over the past and over these keys: [rows, queries, heads, v_dim]. `positions` as the model has
+        them, [rows or 1, queries], or None."""
         ...
 
 
@@ -77,8 +84,7 @@ def offloaded_mask(
         if attention_mask.shape[1] != end:
             raise ValueError(
                 f"attention_mask covers {attention_mask.shape[1]} tokens, and with the {int(q_offset)} in the cache "
-                f"there are {end}: pass the whole conversation, longer than the cache, and no prefill_chunk_size with "
-                "a cache that holds tokens already"
+                f"there are {end}: {GO_ON}"
             )
         if bool(attention_mask.all()):
             return Mask(int(q_offset), q_length, attention_mask, None)
@@ -110,7 +116,7 @@ def offloaded_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     layer: OffloadedKeys | None = getattr(key, ATTRIBUTE, None)
     if layer is not None:
-        return layer.attend(query, key, value, attention_mask, scale), None
+        return layer.attend(query, key, value, attention_mask, scale, options.get("position_ids")), None
     first = attention_mask.q_offset + attention_mask.q_length - key.shape[2]
     begins = attention_mask.pads
     return plain_attention(query, key, value, scale, first, attention_mask.q_offset, begins), None
@@ -126,13 +132,18 @@ def plain_attention(
     begins: torch.Tensor | None,
 ) -> torch.Tensor:
     """torch's attention over keys in columns from `first` on, of which row r sees those from `begins[r]` on."""
-    allowed = visible(first, key.shape[2], q_offset, query.shape[2], begins, key.device)
+    count = query.shape[2]
+    bare = begins is None or bool((begins <= first).all())
+    if causal := bare and q_offset == first and key.shape[2] == count:
+        allowed = None
+    else:
+        allowed = visible(first, key.shape[2], q_offset, count, begins, key.device)
     output = torch.nn.functional.scaled_dot_product_attention(
         query,
         key,
         value,
         attn_mask=allowed,
-        is_causal=allowed is None and query.shape[2] > 1,
+        is_causal=causal and count > 1,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
@@ -165,13 +176,27 @@ def attention_with_lse(
     return output, lse
 
 
+class OutsideOfGradients(torch.autograd.Function):
+    """Output that was not computed by torch, in the graph of the query: backward through it is an error."""
+
+    @staticmethod
+    def forward(_context: Any, _query: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """The output as it is."""
+        return output
+
+    @staticmethod
+    def backward(_context: Any, *_gradients: torch.Tensor) -> NoReturn:
+        """Raise RuntimeError."""
+        raise RuntimeError("there are no gradients through attention over an offloaded past")
+
+
 def visible(
     first: int, keys: int, q_offset: int, queries: int, begins: torch.Tensor | None, device: Any
 ) -> torch.Tensor | None:
-    """Which keys, in columns from `first` on, each query sees: [rows or 1, 1, queries, keys]; None for causality."""
+    """Which keys, in columns from `first` on, each query sees: [rows or 1, 1, queries, keys]; None for all."""
     if begins is not None and bool((begins <= first).all()):
         begins = None
-    if begins is None and (queries == 1 or (q_offset == first and keys == queries)):
+    if begins is None and queries == 1:
         return None
     columns = torch.arange(first, first + keys, device=device)
     places = torch.arange(q_offset, q_offset + queries, device=device)
@@ -192,7 +217,7 @@ def _check_options(dropout: float, options: dict[str, Any]) -> None:
     if dropout:
         raise ValueError(f"dropout is {dropout}; attn_implementation={NAME!r} has none: call model.eval()")
     for name, value in options.items():
-        asks_nothing = value is None or value is False or (name == "is_causal" and value is True)
+        asks_nothing = value is None or value is (name == "is_causal")
         if name not in _UNDERSTOOD and not asks_nothing:
             raise ValueError(
                 f"{name}= is not understood by attn_implementation={NAME!r}, which is plain causal attention: no "

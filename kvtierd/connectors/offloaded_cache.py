@@ -18,7 +18,15 @@ from transformers import Cache
 
 from kvtierd.connectors.cache_tensors import check_plain
 from kvtierd.connectors.model_identity import empty_cache, model_name
-from kvtierd.connectors.offloaded_attention import NAME, Mask, attention_with_lse, plain_attention, visible
+from kvtierd.connectors.offloaded_attention import (
+    GO_ON,
+    NAME,
+    Mask,
+    OutsideOfGradients,
+    attention_with_lse,
+    plain_attention,
+    visible,
+)
 from kvtierd.connectors.offloaded_layers import OffloadedLayer, Tails, as_queries
 from kvtierd.connectors.offloaded_past import Past
 from kvtierd.connectors.offloaded_store import OffloadedBlocks
@@ -99,8 +107,9 @@ class OffloadedCache(Cache):
 
     # A forward pass
 
-    def handing_out(self, index: int) -> None:
-        """A layer is about to hand out its keys. Raises RuntimeError where nobody attended to those of the last one."""
+    def handing_out(self, index: int, rows: int) -> None:
+        """A layer is about to hand out its keys. Raises RuntimeError where nobody attended to those of the last one,
+        ValueError where the batch is another one."""
         last = self._unattended
         if last is not None:
             self._roll_back()
@@ -110,16 +119,26 @@ class OffloadedCache(Cache):
             )
         if index == 0 and not self._tails.are_level:
             raise RuntimeError("a forward pass over this cache was interrupted: call reset() and start again")
+        if len(self._table.counts) not in {0, rows}:
+            raise ValueError(f"a batch of {rows} rows over a cache of {len(self._table.counts)}; reset() it first")
         self._unattended = index
 
     def attend(
-        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask, scale: float
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Mask,
+        scale: float,
+        positions: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of one layer over the past and what is here: [rows, queries, heads, v_dim]."""
         self._unattended, before = None, self._tails.seen
         try:
             if index == 0:
                 self._start(query.shape[0], mask)
+                self._check_positions(positions, mask.q_offset + mask.q_length - 1)
             output = self._attention(index, query, key, value, mask, scale)
             if index == len(self.layers) - 1:
                 self._tails.end_step()
@@ -134,10 +153,6 @@ class OffloadedCache(Cache):
         """Note the padding of a forward pass. Raises ValueError where it is not that of the ones before."""
         if not len(self._table.counts):
             self._table, self._pads = BlockTable(rows), np.zeros(rows, np.int64)
-        if rows != len(self._table.counts):
-            raise ValueError(
-                f"a batch of {rows} rows over a cache of {len(self._table.counts)}; reset() the cache first"
-            )
         pads = np.zeros(rows, np.int64) if mask.pads is None else mask.pads.cpu().numpy().astype(np.int64)
         stored = self._table.counts > 0
         if (pads != self._pads)[stored].any() or (mask.padding is None and self._pads.any()):
@@ -153,6 +168,17 @@ class OffloadedCache(Cache):
                 mask.q_length,
             )
 
+    def _check_positions(self, positions: torch.Tensor | None, column: int) -> None:
+        """Raise ValueError where the model's last positions are not those of the last column, with or without padding:
+        the tokens are others than those that follow what is in the cache."""
+        if positions is None or positions.ndim != 2:
+            return
+        last = positions[:, -1].cpu().numpy()
+        if not ((last == column) | (last == column - self._pads)).all():
+            raise ValueError(
+                f"the last token has position {int(last[0])}, and the cache with it holds {column + 1} tokens: {GO_ON}"
+            )
+
     def _attention(
         self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask, scale: float
     ) -> torch.Tensor:
@@ -163,9 +189,10 @@ class OffloadedCache(Cache):
         with contextlib.closing(self._past.begin(index, as_queries(query), scale)) as pending:
             allowed = visible(first, key.shape[2], mask.q_offset, query.shape[2], begins, key.device)
             output, lse = attention_with_lse(query, key, value, scale, allowed)
-            merged = output.cpu().numpy()
-            pending.merge_into(merged, lse.cpu().numpy())
-        return torch.from_numpy(merged).to(query.device, query.dtype)
+            merged = output.detach().cpu().numpy()
+            pending.merge_into(merged, lse.detach().cpu().numpy())
+        found: torch.Tensor = OutsideOfGradients.apply(query, torch.from_numpy(merged).to(query.device, query.dtype))
+        return found
 
     @property
     def _begins(self) -> Numbers:

@@ -21,11 +21,13 @@ from kvtierd.core.geometry import Geometry
 class Owner(Protocol):
     """What a layer wants of its cache."""
 
-    def handing_out(self, index: int) -> None:
-        """A layer is about to hand out its keys."""
+    def handing_out(self, index: int, rows: int) -> None:
+        """A layer is about to hand out its keys, with new ones of so many rows."""
         ...
 
-    def attend(self, index: int, query: Any, key: Any, value: Any, mask: Mask, scale: float) -> torch.Tensor:
+    def attend(
+        self, index: int, query: Any, key: Any, value: Any, mask: Mask, scale: float, positions: Any
+    ) -> torch.Tensor:
         """Attention over the past and these keys."""
         ...
 
@@ -53,7 +55,7 @@ class OffloadedLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append, and hand out what is here; the keys name this layer, which is how attention finds the past."""
-        self._owner.handing_out(self.index)
+        self._owner.handing_out(self.index, key_states.shape[0])
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.keys = torch.cat([self.keys, key_states], dim=-2)
@@ -62,9 +64,9 @@ class OffloadedLayer(CacheLayerMixin):
         setattr(handed_out, ATTRIBUTE, self)
         return handed_out, self.values
 
-    def attend(self, query: Any, key: Any, value: Any, mask: Mask, scale: float) -> torch.Tensor:
+    def attend(self, query: Any, key: Any, value: Any, mask: Mask, scale: float, positions: Any = None) -> torch.Tensor:
         """Attention over the past and what was handed out."""
-        return self._owner.attend(self.index, query, key, value, mask, scale)
+        return self._owner.attend(self.index, query, key, value, mask, scale, positions)
 
     @property
     def columns(self) -> int:

@@ -125,20 +125,23 @@ class OffloadedBlocks:
     def confirm(self, blocks: Numbers) -> None:
         """Return when these blocks are on stable storage, or pinned in host. Raises OffloadError where neither is."""
         keys = self.keys(blocks)
-        self.patiently(lambda: self.client.flush(timeout_s=self.timeout_s))
-        tiers = self.patiently(lambda: self._tiers(keys))
+        tiers = self.patiently(lambda: self._settled(keys))
         if len(tiers) < len(keys):
             raise OffloadError(f"{self._where()} lost {len(keys) - len(tiers)} blocks that it had just stored")
         loose = np.flatnonzero((tiers & TIER_NVME) == 0)
         if not loose.size:
             return
-        pinned = self.client.pin(self.handle, keys[loose], timeout_s=self.timeout_s)
-        self._pinned.update(blocks[loose].tolist())
+        pinned, reason = 0, ""
+        try:
+            self._pinned.update(blocks[loose].tolist())
+            pinned = self.client.pin(self.handle, keys[loose], timeout_s=self.timeout_s)
+        except RequestError as error:
+            reason = f" ({error})"
         if pinned < loose.size:
-            left = loose.size - pinned
             raise OffloadError(
-                f"{self._where()} keeps {left} of {len(keys)} blocks neither in nvme nor pinned in host: "
-                "raise nvme.capacity (or nvme.daily_write_budget; admission must be `all`), or leases.max_pinned_share"
+                f"{self._where()} keeps {loose.size - pinned} of {len(keys)} blocks neither in nvme nor pinned in host"
+                f"{reason}: raise nvme.capacity (nvme.admission must be `all`, without a daily budget that is spent), "
+                "or leases.max_pinned_share"
             )
 
     def read(self, block: int) -> list[LayerKv]:
@@ -191,8 +194,13 @@ class OffloadedBlocks:
                     raise OffloadError(f"{self._where()} refused: {error}") from error
             time.sleep(PAUSE_S)
 
-    def _tiers(self, keys: Keys) -> Masks:
-        """Where the leading run lies. Raises Unavailable: a lookup alone calls a daemon that is away a miss."""
+    def _settled(self, keys: Keys) -> Masks:
+        """Where the leading run lies when all that can be written is. Raises Unavailable where the daemon is away:
+        a lookup alone calls that a miss, and a flush calls it so where there is no nvme tier."""
+        try:
+            self.client.flush(timeout_s=self.timeout_s)
+        except Unavailable:
+            self.client.ping(timeout_s=self.timeout_s)
         tiers = self.client.lookup(self.handle, keys, timeout_s=self.timeout_s).tiers
         if len(tiers) < len(keys):
             self.client.ping(timeout_s=self.timeout_s)

@@ -126,3 +126,33 @@ def new_store(client: Client, model: Any, salt: str) -> Callable[..., Any]:
         return PrefixStore(options.pop("client"), options.pop("model"), tenant_salt=salt, **options)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def offloaded_model(model: Any) -> Any:
+    """The same weights, with attention that can ask the daemon."""
+    import copy
+
+    from kvtierd.connectors.transformers import register_offloaded_attention
+
+    register_offloaded_attention()
+    twin = copy.deepcopy(model, {id(weights): weights for weights in model.parameters()})
+    twin.set_attn_implementation("kvtierd")
+    return twin
+
+
+@pytest.fixture
+def new_cache(client: Client, offloaded_model: Any) -> Iterator[Callable[..., Any]]:
+    """Make caches whose past goes to the daemon early, and let go of them."""
+    from kvtierd.connectors.transformers import OffloadedCache
+
+    made: list[OffloadedCache] = []
+
+    def make(**options: Any) -> OffloadedCache:
+        options = {"client": client, "block_size": 32, "tail_tokens": 64, **options}
+        made.append(OffloadedCache(options.pop("client"), options.pop("model", offloaded_model), **options))
+        return made[-1]
+
+    yield make
+    for cache in made:
+        cache.close()
