@@ -180,6 +180,10 @@ class WatchedEvents:
         self._sink = sink
         self._requests = requests
 
+    def wanted(self) -> bool:
+        """Whether a subscriber listens, or a watcher."""
+        return self._sink.wanted() or self._requests.is_watched
+
     def stored(self, keys: Sequence[bytes], parent: bytes | None, block_size: int, medium: str) -> None:
         """Blocks became visible."""
         self._sink.stored(keys, parent, block_size, medium)

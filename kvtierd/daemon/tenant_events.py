@@ -45,6 +45,10 @@ class TenantEvents:
 
 
 class _Nobody:
+    def wanted(self) -> bool:
+        """Never."""
+        return False
+
     def stored(self, _keys: Sequence[bytes], _parent: bytes | None, _block_size: int, _medium: str) -> None:
         """Nobody hears."""
 

@@ -125,36 +125,62 @@ def _word(secret: Word, offset: Word) -> Word:
     return found
 
 
-@compiled(
-    types.void(
-        types.uint64[::1],
-        types.int64,
-        types.Array(types.uint8, 1, "C", readonly=True),
-        types.uint64[::1],
-        types.uint64[::1],
-    )
-)
-def _sums(addresses: Word, size: Word, secret: Word, acc: Word, out: Word) -> Word:
+@helper
+def _sum_at(data: Word, size: Word, secret: Word, acc: Word) -> Word:
+    """xxh3-64 of the bytes at an address; `acc` is room for the eight lanes."""
     keys, place = np.uint64(secret.ctypes.data), np.uint64(acc.ctypes.data)
     blocks = (size - 1) // _BLOCK
     stripes = (size - 1 - blocks * _BLOCK) // _STRIPE
+    for i in range(8):
+        acc[i] = _START[i]
+    for block in range(blocks):
+        _add_block(place, data + np.uint64(block * _BLOCK), keys)
+    rest = data + np.uint64(blocks * _BLOCK)
+    for stripe in range(stripes):
+        _add_stripe(place, rest + np.uint64(stripe * _STRIPE), keys + np.uint64(8 * stripe))
+    _add_stripe(place, data + np.uint64(size - _STRIPE), keys + np.uint64(192 - _STRIPE - 7))
+    found = np.uint64(size) * _PRIME_1
+    for i in range(4):
+        key = 11 + 16 * i
+        found += _folded(acc[2 * i] ^ _word(secret, key), acc[2 * i + 1] ^ _word(secret, key + 8))
+    found ^= found >> np.uint64(37)
+    found *= np.uint64(0x165667919E3779F9)
+    return found ^ (found >> np.uint64(32))
+
+
+_READ_ONLY = types.Array(types.uint8, 1, "C", readonly=True)
+
+
+@compiled(types.void(types.uint64[::1], types.int64, _READ_ONLY, types.uint64[::1], types.uint64[::1]))
+def _sums(addresses: Word, size: Word, secret: Word, acc: Word, out: Word) -> Word:
     for part in range(addresses.size):
-        data = addresses[part]
-        for i in range(8):
-            acc[i] = _START[i]
-        for block in range(blocks):
-            _add_block(place, data + np.uint64(block * _BLOCK), keys)
-        rest = data + np.uint64(blocks * _BLOCK)
-        for stripe in range(stripes):
-            _add_stripe(place, rest + np.uint64(stripe * _STRIPE), keys + np.uint64(8 * stripe))
-        _add_stripe(place, data + np.uint64(size - _STRIPE), keys + np.uint64(192 - _STRIPE - 7))
-        found = np.uint64(size) * _PRIME_1
-        for i in range(4):
-            key = 11 + 16 * i
-            found += _folded(acc[2 * i] ^ _word(secret, key), acc[2 * i + 1] ^ _word(secret, key + 8))
-        found ^= found >> np.uint64(37)
-        found *= np.uint64(0x165667919E3779F9)
-        out[part] = found ^ (found >> np.uint64(32))
+        out[part] = _sum_at(addresses[part], size, secret, acc)
+
+
+@compiled(
+    types.int64(
+        types.Array(types.uint64, 2, "C", readonly=True),
+        types.Array(types.uint64, 1, "C", readonly=True),
+        _READ_ONLY,
+        types.uint64[::1],
+    )
+)
+def _first_other(rows: Word, sums: Word, secret: Word, acc: Word) -> Word:
+    size, data = rows.shape[1] * 8, np.uint64(rows.ctypes.data)
+    for row in range(rows.shape[0]):
+        if _sum_at(data + np.uint64(row * size), size, secret, acc) != sums[row]:
+            return row
+    return -1
+
+
+def first_other(rows: npt.NDArray[np.uint64], sums: npt.NDArray[np.uint64]) -> int:
+    """The first of `rows` ([n, words], C order) whose xxh3-64 is not the one in `sums` ([n]), or -1.
+
+    Raises ValueError for rows of less than SHORTEST bytes.
+    """
+    if rows.shape[1] * rows.itemsize < SHORTEST:
+        raise ValueError(f"rows have {rows.shape[1] * rows.itemsize} bytes; {SHORTEST} are the least that is hashed so")
+    return int(_first_other(rows, sums, _SECRET, np.empty(8, np.uint64)))
 
 
 def sums_of(addresses: npt.NDArray[np.uint64], size: int) -> npt.NDArray[np.uint64]:

@@ -33,6 +33,10 @@ BIT: dict[Tier, int] = {"gpu": TIER_GPU, "host": TIER_HOST, "nvme": TIER_NVME}
 class EventSink(Protocol):
     """Who is told about blocks of one tenant that appear and vanish."""
 
+    def wanted(self) -> bool:
+        """Whether anybody is to be told of what happens now; to be asked before each of the others."""
+        ...
+
     def stored(self, keys: Sequence[bytes], parent: bytes | None, block_size: int, medium: str) -> None:
         """Blocks became visible."""
         ...
@@ -232,17 +236,25 @@ class Copies:
         flags = self.blocks.table.flags[rows]
         self._forget(rows[flags & (RESIDENT | GONE) == 0])
 
+    def listener(self, tenant: str) -> EventSink | None:
+        """Who is to be told of a tenant's block that appears or vanishes now; None while nobody listens."""
+        if self.events is None:
+            return None
+        sink = self.events.of(tenant)
+        return sink if sink.wanted() else None
+
     def _forget(self, bare: Rows) -> None:
         if bare.size:
             if self.events is not None:
-                self._tell_removed(self.events, bare)
+                self._tell_removed(bare)
             self.blocks.drop(bare)
 
-    def _tell_removed(self, events: Events, rows: Rows) -> None:
+    def _tell_removed(self, rows: Rows) -> None:
         numbers = self.blocks.table.namespace[rows]
         for number in np.unique(numbers).tolist():
-            keys = self.blocks.table.key[rows[numbers == number]]
-            events.of(self.namespaces[number].tenant).removed([key.tobytes() for key in keys], "host")
+            if (sink := self.listener(self.namespaces[number].tenant)) is not None:
+                keys = self.blocks.table.key[rows[numbers == number]]
+                sink.removed([key.tobytes() for key in keys], "host")
 
     def _bury(self, entry: NamespaceEntry, rows: Rows) -> None:
         keys = self.blocks.table.key

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtierd.core.clock import Clock
 from kvtierd.core.errors import ErrorCode, RequestError
@@ -12,7 +13,7 @@ from kvtierd.core.keys import Keys
 from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.protocol.messages import SLOT_BUSY, SLOT_DTYPE, SLOT_EXISTS, SLOT_GRANTED
 from kvtierd.tiers.blocks import WRITING, Rows
-from kvtierd.tiers.host_tier import Descriptors, empty_descriptors
+from kvtierd.tiers.host_tier import empty_descriptors
 from kvtierd.tiers.leases import Register, Reservation
 from kvtierd.tiers.pressure import RETRY_MS
 from kvtierd.tiers.quick import Quick, Reserved, Want
@@ -22,13 +23,14 @@ from kvtierd.tiers.usage import Store, Uses
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Grant:
-    """A reservation, or None where nothing was granted, and the descriptors of all blocks that were asked for.
+    """A reservation, or None where nothing was granted, and the descriptors ([n, 24], a SLOT_DTYPE each) of all blocks
+    that were asked for.
 
     `busy` of them got nothing; `retry_after_ms` says when to ask for these again.
     """
 
     reservation: Reservation | None
-    descriptors: Descriptors
+    descriptors: npt.NDArray[np.uint8]
     busy: int
     retry_after_ms: int
 
@@ -58,8 +60,7 @@ class Granting:
         if got.busy:
             self._copies.counters["busy_stores"] += got.busy
         retry_ms = self._room.pressure.retry_ms(want.cls, got.busy) if got.busy else 0
-        descriptors = got.descriptors.view(SLOT_DTYPE)[:, 0]
-        return Grant(self._add(number, want, got) if got.slots.size else None, descriptors, got.busy, retry_ms)
+        return Grant(self._add(number, want, got) if got.slots.size else None, got.descriptors, got.busy, retry_ms)
 
     def drop_rows(self, rows: Rows) -> None:
         """Rows that were being written and never became blocks."""

@@ -26,6 +26,7 @@ from kvtierd.policy.returns import Usage
 from kvtierd.protocol.messages import TIER_GPU, TIER_HOST
 from kvtierd.protocol.service import Session
 from kvtierd.tiers.blocks import Rows
+from kvtierd.tiers.copies import EventSink
 from kvtierd.tiers.demand import SECOND_NS, Demand
 from kvtierd.tiers.namespaces import NamespaceEntry
 from kvtierd.tiers.room import Room
@@ -162,14 +163,15 @@ class Quick:
         count, now_ns, was = len(keys), self._clock.now_ns(), self._model.now
         self._policy.take_back()
         requests = state_of(want.session).requests
-        number = requests.find(keys.view(np.uint64)[:, 0], now_ns)
+        number = requests.find(keys, now_ns)
         known = requests.usage(number) if number >= 0 else None
         usage, began = _usage_for(known, count, ticks(now_ns))
         observed = usage is not known
         rows, slots = np.empty(count, np.int32), np.empty(count, np.int32)
         position, chain = np.empty(count, np.int64), np.empty(count, np.int32)
         ids, descriptors = np.empty(count, np.uint64), np.empty((count, DESCRIPTOR_BYTES), np.uint8)
-        keys_out = _NO_BYTES if self._copies.events is None else np.empty(count * KEY_BYTES, np.uint8)
+        listener = self._copies.listener(cls.tenant)
+        keys_out = _NO_BYTES if listener is None else np.empty(count * KEY_BYTES, np.uint8)
         before = _parent(want)
         while True:
             granted = storing.reserve(
@@ -187,7 +189,7 @@ class Quick:
         if observed:
             self._observed(want.session, usage, number, keys, now_ns)
         told = self._told.tolist()
-        self._account(cls, told, granted, keys_out)
+        self._account(cls, told, granted, keys_out, listener)
         new, short = told[storing.NEW], told[storing.SHORT]
         if told[evicting.VICTIMS] or short:
             self._room.move_slab(cls)
@@ -221,7 +223,14 @@ class Quick:
         else:
             requests.extend(number, usage)
 
-    def _account(self, cls: SlotClass, told: list[int], granted: int, keys_out: npt.NDArray[np.uint8]) -> None:
+    def _account(
+        self,
+        cls: SlotClass,
+        told: list[int],
+        granted: int,
+        keys_out: npt.NDArray[np.uint8],
+        listener: EventSink | None,
+    ) -> None:
         """Bring what is kept in Python in step with what a reserve did."""
         counters, victims = self._copies.counters, told[evicting.VICTIMS]
         cls.free_count += victims - granted
@@ -234,11 +243,9 @@ class Quick:
             counters["host_lost_blocks"] += told[evicting.LOST]
             counters["prefetch_wasted_blocks"] += told[evicting.WASTED]
             gone = told[evicting.FORGOTTEN]
-            if gone and self._copies.events is not None:
+            if gone and listener is not None:
                 names = keys_out.tobytes()
-                self._copies.events.of(cls.tenant).removed(
-                    [names[at : at + KEY_BYTES] for at in range(0, KEY_BYTES * gone, KEY_BYTES)], "host"
-                )
+                listener.removed([names[at : at + KEY_BYTES] for at in range(0, KEY_BYTES * gone, KEY_BYTES)], "host")
 
     def _in_gpu(self) -> bool:
         return self._blocks.copies[TIER_GPU] > 0

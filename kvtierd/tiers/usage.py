@@ -81,7 +81,7 @@ class Uses:
             return NO_USAGE
         now_ns, words = self._clock.now_ns(), first_words(store.keys)
         requests = state_of(store.session).requests
-        number = requests.find(words, now_ns)
+        number = requests.find(store.keys, now_ns)
         if number < 0:
             usage = self._model.observe(words, leading(there), now_ns)
             requests.add(usage, now_ns)

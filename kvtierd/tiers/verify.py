@@ -11,7 +11,7 @@ from kvtierd.core.checksum import Sums, block_sum, block_sums, copy_and_sum, fil
 from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.core.geometry import Geometry
 from kvtierd.gpu.slot_pool import SlotClass, Slots
-from kvtierd.index.xxh3 import SHORTEST, sums_of
+from kvtierd.index.xxh3 import SHORTEST, first_other
 from kvtierd.protocol.messages import MAX_BATCH
 from kvtierd.tiers.host_tier import HostTier
 from kvtierd.tiers.leases import Reservation
@@ -51,18 +51,18 @@ def fill(host: HostTier, reservation: Reservation, payloads: Sequence[memoryview
 
 def check_totals(which: npt.NDArray[np.intp], sums: Sums, totals: Sums) -> None:
     """RequestError naming the first block whose layer sums do not hash to its block sum."""
-    wrong = _totals_of(sums) != totals
-    if wrong.any():
-        bad = int(which[wrong.argmax()])
-        raise RequestError(ErrorCode.CHECKSUM_MISMATCH, f"block {bad}: its layer sums do not hash to its block sum")
+    bad = _first_wrong(sums, totals)
+    if bad >= 0:
+        message = f"block {int(which[bad])}: its layer sums do not hash to its block sum"
+        raise RequestError(ErrorCode.CHECKSUM_MISMATCH, message)
 
 
-def _totals_of(sums: Sums) -> Sums:
-    """Block sums of layer sums [n, layers]: all at once where a block has layers enough for the hash's long form."""
-    size = sums.shape[1] * sums.itemsize
-    if size < SHORTEST or not sums.flags.c_contiguous:
-        return block_sums(sums)
-    return sums_of(np.arange(len(sums), dtype=np.uint64) * np.uint64(size) + np.uint64(sums.ctypes.data), size)
+def _first_wrong(sums: Sums, totals: Sums) -> int:
+    """The first block whose sum is another, or -1: all at once where layers are enough for the hash's long form."""
+    if sums.shape[1] * sums.itemsize >= SHORTEST and sums.flags.c_contiguous:
+        return first_other(sums, totals)
+    wrong = block_sums(sums) != totals
+    return int(wrong.argmax()) if wrong.any() else -1
 
 
 def places_of(reservation: Reservation, index: list[int] | None) -> npt.NDArray[np.intp]:

@@ -34,6 +34,7 @@ from kvtierd.tiers.pressure import RETRY_MS
 from kvtierd.tiers.quick import Quick, Want
 from kvtierd.tiers.room import Room
 from kvtierd.tiers.sessions import keys_of, namespace_of, need_arena, need_frames, parent_of, sums_of
+from kvtierd.tiers.steps.records import STATUS_AT
 from kvtierd.tiers.usage import Uses
 from kvtierd.tiers.verify import check_totals, fill, places_of, whole_blocks
 from kvtierd.tiers.workers import Workers
@@ -148,7 +149,7 @@ class Writes:
         if grant.reservation is None:  # as in `reserve`
             await self._memory_for(want)
             grant = self._granting.grant(want)
-        existed = int((grant.descriptors["status"] == SLOT_EXISTS).sum())
+        existed = int((grant.descriptors[:, STATUS_AT] == SLOT_EXISTS).sum())
         reservation, refused, retry = grant.reservation, grant.busy, grant.retry_after_ms
         if reservation is None:
             return Answer(PutReply(id=0, stored=0, existed=existed, refused=refused, retry_after_ms=retry))
@@ -231,9 +232,9 @@ class Writes:
             self._offload_stored(reservation, rows)
             copies.counters["committed_blocks"] += rows.size
             copies.counters["committed_bytes"] += rows.size * entry.geometry.block_bytes
-            if copies.events is not None:
+            if (sink := copies.listener(entry.tenant)) is not None:
                 keys = [key.tobytes() for key in copies.blocks.table.key[rows]]
-                copies.events.of(entry.tenant).stored(keys, None, entry.geometry.block_size, "host")
+                sink.stored(keys, None, entry.geometry.block_size, "host")
         return Answer(CommitReply(id=0, committed=rows.size, existed=which.size - rows.size))
 
     def _finish_slowly(

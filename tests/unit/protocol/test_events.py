@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -120,12 +121,40 @@ def test_nobody_listening_costs_nothing(folder: Path) -> None:
         publisher = EventPublisher(folder)
         publisher.stored(KEYS, None, 16, "host")  # before the start and after the end: nobody could hear it
         publisher.start()
+        assert not publisher.wanted()
         for _ in range(100):
             publisher.stored(KEYS, None, 16, "host")
         publisher.close()
         publisher.close()
         publisher.removed(KEYS, "host")
         assert publisher.batches_total == 1
+
+    asyncio.run(main())
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.005)
+
+
+def test_a_subscriber_that_comes_back_sees_in_the_numbers_that_it_missed_something(folder: Path) -> None:
+    async def main() -> None:
+        publisher = EventPublisher(folder)
+        publisher.start()
+        numbers = []
+        for away in ("nothing", "something", "much"):
+            subscriber = Subscriber(publisher.endpoint)
+            await _until(lambda: bool(publisher._subscriptions))
+            publisher.cleared()
+            await asyncio.sleep(0)
+            numbers.append(subscriber.batch()[1])
+            subscriber.close()
+            await _until(lambda: not publisher._subscriptions)
+            for _ in range({"nothing": 0, "something": 1, "much": 9}[away]):
+                assert not publisher.wanted()
+        publisher.close()
+        first = numbers[0]
+        assert numbers == [first, first + 1, first + 3]
 
     asyncio.run(main())
 

@@ -136,16 +136,19 @@ def test_slots_of_a_reservation_that_is_given_back_are_no_victims():
 def test_the_requests_of_a_session_are_found_by_what_they_begin_with():
     model, requests = ReturnModel(10, seed=1, records=64), Requests()
     words = np.arange(1, 2000, dtype=np.uint64) << np.uint64(40)
-    assert requests.find(words[:5], 0) < 0
+    keys = np.zeros((words.size, 4), np.uint64)
+    keys[:, 0] = words
+    keys = keys.view(np.uint8)
+    assert requests.find(keys[:5], 0) < 0
     short = model.observe(words[:3], 0, SECOND)
     requests.add(short, SECOND)
     long = model.observe(words[:7], 3, SECOND)
     requests.add(long, SECOND)
     requests.add(model.observe(words[100:104], 0, SECOND), SECOND)
-    assert requests.usage(requests.find(words[:9], SECOND)) is long
-    assert requests.usage(requests.find(words[:6], SECOND)) is short
-    assert requests.find(words[:2], SECOND) < 0
-    assert requests.find(words[:9], 2 * SECOND + REQUEST_NS_MAX) < 0
+    assert requests.usage(requests.find(keys[:9], SECOND)) is long
+    assert requests.usage(requests.find(keys[:6], SECOND)) is short
+    assert requests.find(keys[:2], SECOND) < 0
+    assert requests.find(keys[:9], 2 * SECOND + REQUEST_NS_MAX) < 0
     for number in range(REQUESTS_KEPT):
         requests.add(model.observe(words[200 + number : 202 + number], 0, SECOND), SECOND)
-    assert requests.find(words[:9], SECOND) < 0
+    assert requests.find(keys[:9], SECOND) < 0
