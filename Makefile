@@ -14,12 +14,17 @@ ENGINE_PINS := tests/engines/transformers-requirements.txt
 MODEL_PINS := tests/engines/transformers-model-requirements.txt
 VLLM_VENV := .venv-engines-vllm
 VLLM_PINS := tests/engines/vllm-requirements.txt
+LMCACHE_VENV := .venv-engines-lmcache
+LMCACHE_PINS := tests/engines/lmcache-requirements.txt
 KVIKIO_PINS := tests/kvikio-requirements.txt
 HASH := $(shell cat pyproject.toml constraints.txt $(KVIKIO_PINS) $(ENGINE_PINS) $(MODEL_PINS) | sha256sum | cut -c1-16)
 DEV := $(VENV)/.installed-dev-$(HASH)
 DEMO := $(VENV)/.installed-demo-$(HASH)
 ENGINES := $(ENGINE_VENV)/.installed-$(HASH)
 VLLM := $(VLLM_VENV)/.installed-$(shell cat pyproject.toml constraints.txt $(VLLM_PINS) | sha256sum | cut -c1-16)
+
+LMCACHE_HASH := $(shell cat pyproject.toml constraints.txt $(LMCACHE_PINS) | sha256sum | cut -c1-16)
+LMCACHE := $(LMCACHE_VENV)/.installed-$(LMCACHE_HASH)
 
 # An editable install in compat mode is a plain path entry: type checkers and the linked packages need that.
 PIP_INSTALL = -m pip install --disable-pip-version-check --constraint constraints.txt \
@@ -72,7 +77,7 @@ check: $(DEV) ## Formatting, lint, types, and which package may import which
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-engines-env: $(ENGINES) $(VLLM)
+engines-env: $(ENGINES) $(VLLM) $(LMCACHE)
 
 $(ENGINES):
 	@$(call make-venv,$(ENGINE_VENV))
@@ -91,9 +96,18 @@ $(VLLM):
 	@rm -f $(VLLM_VENV)/.installed-*
 	@touch $@
 
-test-engines: $(DEV) $(ENGINES) $(VLLM) ## Run real engines against a real daemon, each in an environment of its own
+$(LMCACHE):
+	@$(call make-venv,$(LMCACHE_VENV))
+	@echo "==> LMCache and what it needs, 1.6 GB (a few minutes)"
+	@$(LMCACHE_VENV)/bin/python $(PIP_INSTALL) --no-deps --requirement $(LMCACHE_PINS)
+	@$(LMCACHE_VENV)/bin/python $(PIP_INSTALL) --no-deps --editable .
+	@rm -f $(LMCACHE_VENV)/.installed-*
+	@touch $@
+
+test-engines: $(DEV) $(ENGINES) $(VLLM) $(LMCACHE) ## Run real engines against a real daemon, each in its environment
 	@HF_HUB_OFFLINE=1 $(ENGINE_VENV)/bin/python -m pytest tests/engines/transformers $(PYTEST_ARGS)
 	@HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest tests/engines/vllm $(PYTEST_ARGS)
+	@$(LMCACHE_VENV)/bin/python -m pytest tests/engines/lmcache $(PYTEST_ARGS)
 
 kernels: $(DEV) ## Compile every CUDA kernel for every architecture; registers and spills against their bounds
 	@$(BIN)/kvtierctl kernels

@@ -26,6 +26,7 @@ BENCHES: dict[str, str] = {
     "restart": "a restart and a kill -9 with a full host tier that outlives the daemon",
     "flood": "lookups while another client sends garbage at full rate, against quiet",
     "start": "spawn to ready, and resident memory",
+    "lmcache": "LMCache's L2 bench on our adapter against its fs adapter (wants LMCache)",
     "demo": "time to first token of a real model against its cold prefill (wants the extra `demo`)",
 }
 """Name and what is compared."""

@@ -26,8 +26,8 @@ from kvtierd.connectors.vllm_scheduler import SchedulerSide
 from kvtierd.connectors.vllm_settings import read_settings
 from kvtierd.connectors.vllm_tensors import CacheLayout, device_backend, engine_pages
 from kvtierd.connectors.vllm_transfers import Transfers
-from kvtierd.connectors.vllm_watch import Watch
 from kvtierd.connectors.vllm_worker import WorkerSide
+from kvtierd.connectors.watch import Watch
 from kvtierd.protocol.client import Client
 
 __all__ = ["KvtierdConnector"]
@@ -82,7 +82,7 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
             save_timeout_s=self._settings.save_timeout_ms / 1e3,
         )
         self._worker = WorkerSide(transfers, patience_s=self._settings.save_timeout_ms / 1e3)
-        self._watch = Watch(self._client, logging.DEBUG)
+        self._watch = Watch(self._client, _log, logging.DEBUG)
 
     def get_handshake_metadata(self) -> Any:
         """What this rank holds of each block, for the scheduler's half."""
@@ -130,7 +130,7 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
         seconds = time.monotonic() - started
         self._client = self._connect("scheduler", self._settings.lookup_timeout_ms / 1e3)
         lookups = Lookups(self._client, shapes, self._settings.lookup_timeout_ms / 1e3)
-        self._watch = Watch(self._client, logging.WARNING)
+        self._watch = Watch(self._client, _log, logging.WARNING)
         if not self._watch.away:
             lookups.introduce(adapters.base)
         self._scheduler = SchedulerSide(lookups, adapters, int(self._spec.block_size))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
-Milliseconds = Annotated[float, msgspec.Meta(ge=1, le=60_000)]
+from kvtierd.connectors import settings
+from kvtierd.connectors.settings import Milliseconds
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -31,13 +31,4 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 def read_settings(extra: Mapping[str, Any]) -> Settings:
     """Check `kv_connector_extra_config`. Raises ValueError naming what is wrong in it, and the nearest key."""
-    known = Settings.__struct_fields__
-    for name in extra:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-            raise ValueError(f"kv_connector_extra_config has no {name!r}: {hint}")
-    try:
-        return msgspec.convert(dict(extra), Settings)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"kv_connector_extra_config: {error}") from error
+    return settings.read_settings(Settings, extra, "kv_connector_extra_config")

@@ -8,19 +8,22 @@ import threading
 from kvtierd.core.errors import KvtierdError
 from kvtierd.protocol.client import Client
 
-_log = logging.getLogger("vllm.kvtierd")
-
 PING_S, RETRY_S = 1.0, 0.2
 """Between two pings of a daemon that is there, and of one that is not."""
 PATIENCE_S = 0.5
 
 
 class Watch:
-    """Pings the daemon from a thread of its own, and logs at `level` when it goes and when it comes back."""
+    """Pings the daemon from a thread of its own, and logs at `level` when it goes, and what the engine does meanwhile,
+    and when it comes back."""
 
-    def __init__(self, client: Client, level: int) -> None:
+    def __init__(
+        self, client: Client, log: logging.Logger, level: int, meanwhile: str = "prompts are computed meanwhile"
+    ) -> None:
         self._client = client
+        self._logger = log
         self._level = level
+        self._meanwhile = meanwhile
         self._ended = threading.Event()
         self.away = False
         self._ask()
@@ -41,9 +44,9 @@ class Watch:
             self._client.ping(timeout_s=PATIENCE_S)
         except KvtierdError as error:
             if not self.away and not self._ended.is_set():
-                _log.log(self._level, "kvtierd: %s; prompts are computed meanwhile", error)
+                self._logger.log(self._level, "kvtierd: %s; %s", error, self._meanwhile)
             self.away = True
             return
         if self.away:
-            _log.log(self._level, "kvtierd: the daemon at %s is back", self._client.endpoint)
+            self._logger.log(self._level, "kvtierd: the daemon at %s is back", self._client.endpoint)
         self.away = False
