@@ -16,6 +16,8 @@ VLLM_VENV := .venv-engines-vllm
 VLLM_PINS := tests/engines/vllm-requirements.txt
 LMCACHE_VENV := .venv-engines-lmcache
 LMCACHE_PINS := tests/engines/lmcache-requirements.txt
+MOONCAKE_VENV := .venv-peers-mooncake
+MOONCAKE_PINS := tests/engines/mooncake-requirements.txt
 KVIKIO_PINS := tests/kvikio-requirements.txt
 HASH := $(shell cat pyproject.toml constraints.txt $(KVIKIO_PINS) $(ENGINE_PINS) $(MODEL_PINS) | sha256sum | cut -c1-16)
 DEV := $(VENV)/.installed-dev-$(HASH)
@@ -25,6 +27,7 @@ VLLM := $(VLLM_VENV)/.installed-$(shell cat pyproject.toml constraints.txt $(VLL
 
 LMCACHE_HASH := $(shell cat pyproject.toml constraints.txt $(LMCACHE_PINS) | sha256sum | cut -c1-16)
 LMCACHE := $(LMCACHE_VENV)/.installed-$(LMCACHE_HASH)
+MOONCAKE := $(MOONCAKE_VENV)/.installed-$(shell sha256sum $(MOONCAKE_PINS) | cut -c1-16)
 
 # An editable install in compat mode is a plain path entry: type checkers and the linked packages need that.
 PIP_INSTALL = -m pip install --disable-pip-version-check --constraint constraints.txt \
@@ -36,7 +39,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?= all
 TORTURE_ARGS ?=
 
-.PHONY: help install run test torture check kernels engines-env test-engines test-system docs bench clean distclean
+.PHONY: help install run test torture check kernels engines-env test-engines test-system docs bench bench-peers clean distclean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -122,6 +125,17 @@ docs: $(DEV) ## Write what is generated: the reference configuration and the lis
 
 bench: $(DEV) ## Measure every figure against its reference
 	@$(BIN)/kvtierctl bench $(BENCH_ARGS)
+
+$(MOONCAKE):
+	@./.ci/debian-packages libibverbs1 librdmacm1 libnuma1
+	@$(call make-venv,$(MOONCAKE_VENV))
+	@echo "==> Mooncake Store, without CUDA"
+	@$(MOONCAKE_VENV)/bin/python -m pip install --disable-pip-version-check --no-deps --requirement $(MOONCAKE_PINS)
+	@rm -f $(MOONCAKE_VENV)/.installed-*
+	@touch $@
+
+bench-peers: $(DEV) $(LMCACHE) $(MOONCAKE) ## The same stores and loads by other systems, in environments of their own
+	@$(BIN)/kvtierctl bench peers $(filter-out all,$(BENCH_ARGS))
 
 clean: ## Remove what builds and tests leave
 	rm -rf build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

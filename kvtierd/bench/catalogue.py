@@ -25,6 +25,8 @@ BENCHES: dict[str, str] = {
     "overhead": "lookups while metrics, slow log and a watcher look on, against without",
     "restart": "a restart and a kill -9 with a full host tier that outlives the daemon",
     "flood": "lookups while another client sends garbage at full rate, against quiet",
+    "memory": "share of the memory taken that holds KV, against contiguous allocation",
+    "peers": "the same stores and loads by LMCache, Mooncake and a plain copy, where installed (make bench-peers)",
     "start": "spawn to ready, and resident memory",
     "lmcache": "LMCache's L2 bench on our adapter against its fs adapter (wants LMCache)",
     "demo": "time to first token of a real model against its cold prefill (wants the extra `demo`)",
