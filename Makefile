@@ -39,7 +39,8 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?= all
 TORTURE_ARGS ?=
 
-.PHONY: help install run test torture check kernels engines-env test-engines test-system docs bench bench-peers clean distclean
+.PHONY: help install run test torture check kernels engines-env test-engines test-system docs bench clean distclean
+.PHONY: bench-peers
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
