@@ -16,7 +16,8 @@ from kvtierd.bench.rows import BenchError
 
 READY_S = 60.0
 ROUND_S = 60.0
-_SCRIPT = Path(__file__).with_name("peer_mooncake_client.py")
+_CLIENT = "kvtierd.bench.peer_mooncake_client"
+"""Run as a file: its interpreter has no kvtierd."""
 
 
 class Mooncake:
@@ -54,7 +55,8 @@ def mooncake(python: Path, objects: int, object_bytes: int) -> Iterator[Mooncake
     master = [str(python.with_name("mooncake_master")), f"--rpc_port={rpc}", "--enable_http_metadata_server=true"]
     master += ["--http_metadata_server_host=127.0.0.1", f"--http_metadata_server_port={http}"]
     master += [f"--metrics_port={metrics}"]
-    client = [str(python), str(_SCRIPT), *map(str, (rpc, http, objects, object_bytes))]
+    script = Path(__file__).with_name(_CLIENT.rpartition(".")[2] + ".py")
+    client = [str(python), str(script), *map(str, (rpc, http, objects, object_bytes))]
     pipe = subprocess.PIPE
     with tempfile.TemporaryDirectory(prefix="kvtierd-bench-") as folder, contextlib.ExitStack() as stack:
         log = Path(folder) / "client.log"
