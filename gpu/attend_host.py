@@ -98,6 +98,10 @@ class HostAttention:
 
     def pieces(self, query: Query, blocks: Blocks) -> Iterator[tuple[int, int]]:
         """Ranges of blocks, in order, each within `PIECE_NS` as measured so far; at least one chunk of work each."""
+        if (total := _work_a_token(query) * blocks.token_count) <= min(_CHUNK_WORK, int(_AIM_NS / self._unit_ns)):
+            if total:
+                yield 0, len(blocks)
+            return
         bounds = _chunk_bounds(query, blocks)
         work = _work_a_token(query) * np.concatenate([[0], np.cumsum(blocks.tokens, dtype=np.int64)])
         at = 0

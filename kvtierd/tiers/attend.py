@@ -43,7 +43,8 @@ Frames = Sequence[memoryview]
 T = TypeVar("T")
 
 JOBS_BEYOND_THREADS = 2
-"""Jobs beyond one for each I/O thread: what is computed while every thread has something to read."""
+"""Jobs beyond two for each I/O thread, of which one is read and the other waits for its turn: what is computed. The
+disk must find its next job without waiting for the loop, which comes for those that have arrived when it can."""
 
 
 class Attention:
@@ -73,7 +74,7 @@ class Attention:
         self._device_made: AttentionDevice | None = None
         self._loading = False
         devices = len(split_folders(settings.nvme.directory)) or 1
-        self._depth = Depth(settings.nvme.io_threads * devices + JOBS_BEYOND_THREADS, 0)
+        self._depth = Depth(2 * settings.nvme.io_threads * devices + JOBS_BEYOND_THREADS, 0)
         self._ahead: dict[int, Stream] = {}
         """By sequence: what was begun of the layer that is likely to be asked next; the oldest first."""
         self._tasks: set[asyncio.Task[None]] = set()

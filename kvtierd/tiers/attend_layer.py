@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -40,6 +40,10 @@ class Tally:
     def note_places(self, places: Codecs, codecs: Codecs, geometry: Geometry) -> None:
         """Parts were brought from here, in these forms."""
         on_disk = places == Place.NVME
+        if on_disk.all() and not codecs.any():
+            self.parts[Place.NVME] += places.size
+            self.nvme_bytes += places.size * geometry.layer_stride
+            return
         in_gpu = (places == Place.GPU) | (places == Place.GPU_ONLY)
         self.parts[Place.NVME] += int(np.count_nonzero(on_disk))
         self.parts[Place.GPU] += int(np.count_nonzero(in_gpu))
@@ -118,8 +122,8 @@ class LayerWork:
         while True:
             if stream.all_begun:
                 self._owner.look_ahead(self._sequence, self._query.layer, brought)
-            if (job := stream.poll()) is not None:
-                await self._arrived(stream, job)
+            if jobs := stream.poll():
+                await self._arrived(stream, jobs)
             elif (piece := next(pieces, None)) is not None:
                 await self._owner.run(piece)
             elif stream.ended:
@@ -171,37 +175,45 @@ class LayerWork:
             for begin, end in device.pieces(query, here):
                 yield functools.partial(device.compute, partial, here, begin, end)
 
-    async def _arrived(self, stream: Stream, job: Job) -> None:
-        """Compute the parts of a job."""
+    async def _arrived(self, stream: Stream, jobs: list[Job]) -> None:
+        """Compute the parts of jobs, all that have arrived together: the busier the loop, the fewer pieces."""
         try:
-            good = np.array([error is None for error in job.errors])
+            base, step = self._owner.ring.address(0), stream.part_bytes
+            numbers = np.concatenate([job.numbers for job in jobs])
+            begins = np.concatenate([base + job.offset + step * np.arange(job.numbers.size) for job in jobs])
+            codecs = np.concatenate([job.codecs for job in jobs])
+            places = np.concatenate([job.places for job in jobs])
             # What was brought ahead may be computed where it lies by now, or be outside of what the queries see.
-            wanted = self._missing[job.numbers]
-            if not (good | ~wanted).all():
-                self._bring_again(stream, job, np.flatnonzero(wanted & ~good))
-            which = np.flatnonzero(good & wanted)
-            numbers = job.numbers[which]
-            begins = np.uint64(self._owner.ring.address(job.offset)) + which.astype(np.uint64) * np.uint64(
-                stream.part_bytes
-            )
-            parts = self._form.of_parts(begins, job.codecs[which], numbers, self._tokens(numbers), Place.NVME)
+            wanted = self._missing[numbers]
+            good = np.array([error is None for job in jobs for error in job.errors])
+            if not good.all():
+                errors = [error for job in jobs for error in job.errors]
+                self._bring_again(stream, numbers, errors, np.flatnonzero(wanted & ~good))
+            if not (good & wanted).all():
+                which = np.flatnonzero(good & wanted)
+                numbers, begins, codecs, places = numbers[which], begins[which], codecs[which], places[which]
+            parts = self._form.of_parts(begins.astype(np.uint64), codecs, numbers, self._tokens(numbers), Place.NVME)
             for piece in self._pieces(parts):
                 await self._owner.run(piece)
             self._tally.note_lossy(self._copies, self._sequence, numbers)
             self._missing[numbers] = False
-            self._tally.note_places(job.places[which], job.codecs[which], self._form.geometry)
+            self._tally.note_places(places, codecs, self._form.geometry)
         finally:
-            stream.done(job)
+            for job in jobs:
+                stream.done(job)
 
-    def _bring_again(self, stream: Stream, job: Job, bad: Numbers) -> None:
+    def _bring_again(
+        self, stream: Stream, numbers: Numbers, errors: Sequence[StorageError | None], bad: Numbers
+    ) -> None:
         """Some parts did not come: once more from where their blocks are by now, or an error that names the block."""
         for i in bad.tolist():
-            error, number = job.errors[i], int(job.numbers[i])
+            error, number = errors[i], int(numbers[i])
             elsewhere = places_of(self._copies, self._sequence.rows[number : number + 1])[0] != Place.NOWHERE
             if number in self._tried or not elsewhere or isinstance(error, CorruptionError | DiskError):
                 raise self._lost(number, error)
             self._tried.add(number)
-        stream.again(job.numbers[bad])
+        if bad.size:
+            stream.again(numbers[bad])
 
     def _lost(self, number: int, error: StorageError | None = None) -> RequestError:
         name = self._sequence.key_of(self._copies, number)

@@ -88,11 +88,17 @@ class LayerForm:
         begins = addresses + np.uint64(self.layer * self.geometry.layer_stride)
         return self.of_parts(begins, np.zeros(numbers.size, np.uint8), numbers, tokens, tiers)
 
-    def of_parts(self, begins: Addresses, codecs: Codecs, numbers: Numbers, tokens: Any, tiers: Any) -> Parts:
+    def of_parts(self, begins: Addresses, codecs: Codecs, numbers: Numbers, tokens: Numbers, tiers: Any) -> Parts:
         """Parts that begin at these addresses, each in the form that its codec gives it."""
         dtypes, scales = np.full(numbers.size, self.code, np.uint8), np.zeros(numbers.size, np.uint64)
         if (coded := codecs != Codec.RAW).any():
             dtypes[coded] = DTYPE_CODES["fp8_e4m3"]
             scales[coded] = begins[coded] + np.uint64(EncodedLayout(self.geometry).scales_offset)
-        positions = numbers * self.geometry.block_size
-        return Parts.make(begins, tokens=tokens, positions=positions, dtypes=dtypes, scales=scales, tiers=tiers)
+        return Parts(
+            addresses=begins,
+            scales=scales,
+            dtypes=dtypes,
+            tokens=tokens.astype(np.int32),
+            positions=numbers * self.geometry.block_size,
+            tiers=np.broadcast_to(np.asarray(tiers, np.uint8), begins.shape),
+        )

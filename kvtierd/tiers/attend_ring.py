@@ -26,6 +26,7 @@ class StagingRing:
         self.used_bytes = 0
         self.on_pressure: Callable[[], bool] = lambda: False
         self._memory: Bytes | None = None
+        self._begin = 0
         self._free: list[tuple[int, int]] = [(0, size_bytes)]
         """Free pieces as (offset, bytes), by offset; neighbours are joined."""
         self._serving = False
@@ -35,11 +36,14 @@ class StagingRing:
         """Memory of a piece, [size] uint8."""
         if self._memory is None:
             self._memory = huge_buffer(self.size_bytes)
+            self._begin = int(self._memory.ctypes.data)
         return self._memory[offset : offset + size]
 
     def address(self, offset: int) -> int:
         """Where a piece begins."""
-        return int(self.view(0, 1).ctypes.data) + offset
+        if self._memory is None:
+            self.view(0, 1)
+        return self._begin + offset
 
     def try_take(self, size: int) -> int:
         """Offset of a free piece, -1 where there is none or somebody waits for one."""

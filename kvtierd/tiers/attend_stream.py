@@ -22,6 +22,8 @@ from kvtierd.tiers.sequences import OpenedSequence
 
 JOB_BYTES = 4 * MIB
 """Parts of a job: enough that the loop's own time for it is small against the disk's."""
+SMALL_JOB_BYTES = MIB
+"""Parts of the last jobs, if they are no larger themselves."""
 HEADERS_MAX_BYTES = MIB
 """What an I/O thread has room for."""
 
@@ -115,16 +117,17 @@ class Stream:
         if self._pump is None or self._pump.done():
             self.start()
 
-    def poll(self) -> Job | None:
-        """A job that has arrived, which `done` must follow; its failure is raised here."""
-        if not self._ready:
-            return None
-        job = self._ready.popleft()
-        self._taken += 1
-        if job.failure is not None:
-            self.done(job)
-            raise job.failure
-        return job
+    def poll(self) -> list[Job]:
+        """The jobs that have arrived, if any; `done` must follow for each. A failure of one is raised here."""
+        jobs = list(self._ready)
+        self._ready.clear()
+        self._taken += len(jobs)
+        failed = next((job for job in jobs if job.failure is not None), None)
+        if failed is not None and failed.failure is not None:
+            for job in jobs:
+                self.done(job)
+            raise failed.failure
+        return jobs
 
     @property
     def ended(self) -> bool:
@@ -212,10 +215,16 @@ class Stream:
 def _batches(
     numbers: Numbers, part_bytes: int, sequence: OpenedSequence, ring_bytes: int, depth: Depth
 ) -> list[Numbers]:
-    """Cut blocks into jobs: of a fair size, all I/O threads busy, and never more than a quarter of the ring."""
-    if not numbers.size:
-        return []
+    """Cut blocks into jobs: of a fair size, all I/O threads busy, and never more than a quarter of the ring.
+
+    The last ones are smaller and smaller, so that all threads end at about the same time.
+    """
     most = max(1, min(JOB_BYTES, ring_bytes // 4) // part_bytes)
     headers = max(1, HEADERS_MAX_BYTES // block_header_bytes(sequence.entry.geometry.layers))
-    each = min(most, headers, max(1, -(-numbers.size // depth.jobs)))
-    return [numbers[at : at + each] for at in range(0, numbers.size, each)]
+    least = max(1, SMALL_JOB_BYTES // part_bytes)
+    found, at = [], 0
+    while at < numbers.size:
+        fair = max(least, (numbers.size - at) // depth.jobs)
+        found.append(numbers[at : at + min(most, headers, fair)])
+        at += found[-1].size
+    return found
