@@ -22,6 +22,7 @@ BENCHES: dict[str, str] = {
     "attention": "attention over 64k tokens of bf16 and FP8 blocks against torch and a plain read (wants torch)",
     "accuracy": "the attention kernels against float64 over many shapes; what FP8 costs a real model (wants torch)",
     "attend": "attention over 256k tokens in three tiers against the disk and the kernel alone",
+    "stress": "a long context through small tiers, exact and FP8, against copies, the disk and the kernel alone",
     "overhead": "lookups while metrics, slow log and a watcher look on, against without",
     "restart": "a restart and a kill -9 with a full host tier that outlives the daemon",
     "flood": "lookups while another client sends garbage at full rate, against quiet",

@@ -52,11 +52,14 @@ class Tally:
 class Load:
     """Keeps every client under mixed load and the ledger up to date."""
 
-    def __init__(self, crew: Crew, progress: Callable[[int], None]) -> None:
+    def __init__(self, crew: Crew, allowed_bytes: int, progress: Callable[[int], None]) -> None:
         self._crew, self._progress = crew, progress
+        self._allowed_bytes = allowed_bytes // len(crew.members)
+        """Most that each client may store, however often it is killed."""
         self.ledger: dict[Runs, None] = {}
         self.tally = Tally()
         self._round = 0
+        self._bytes_a_second = 0.0
         self._waiting: dict[int, str] = {}
         """What each client is at: `load`, or `start` until it is ready."""
 
@@ -64,6 +67,7 @@ class Load:
         """Load for so long; blows fall one after the other with a pause between them."""
         begin_s = time.monotonic()
         end_s = begin_s + seconds
+        self._bytes_a_second = self._allowed_bytes / seconds
         for number in range(len(self._crew.members)):
             self._begin(number, seconds)
         next_s = begin_s + PAUSE_S
@@ -82,7 +86,14 @@ class Load:
         self._round += 1
         self._waiting[number] = "load"
         self._crew.members[number].tell(
-            {"do": "mixed", "seconds": seconds, "round": self._round, "ledger": True, "settle_every": SETTLE_EVERY}
+            {
+                "do": "mixed",
+                "seconds": seconds,
+                "round": self._round,
+                "ledger": True,
+                "settle_every": SETTLE_EVERY,
+                "allowed_bytes": int(seconds * self._bytes_a_second),
+            }
         )
 
     def _hear_all(self, end_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvtierd.stress.chaos import Chaos, Load
+from kvtierd.stress.processes import StressError
 from kvtierd.stress.reading import all_blocks, verify_blocks
 from kvtierd.stress.rig import Rig
 
@@ -14,7 +15,7 @@ def mixed(rig: Rig) -> None:
     """Load without disturbance; what it said was durable must be there."""
     seconds = QUICK_MIXED_S if rig.options.quick else MIXED_S
     rig.watch.phase("mixed", 0)
-    load = Load(rig.crew, lambda _count: None)
+    load = Load(rig.crew, rig.options.load_bytes, lambda _count: None)
     load.run(seconds)
     _take_load(rig, "mixed", load)
     _check_ledger(rig, "ledger", load)
@@ -25,7 +26,7 @@ def chaos(rig: Rig) -> None:
     assert rig.daemon is not None
     seconds = QUICK_CHAOS_S if rig.options.quick else CHAOS_S
     rig.watch.phase("chaos", 0)
-    load = Load(rig.crew, lambda _count: None)
+    load = Load(rig.crew, rig.options.chaos_bytes, lambda _count: None)
     chaos = Chaos(rig.options.seed, load, rig.daemon, rig.options.clients, rig.folder / "faults.json")
     load.run(seconds, chaos.blows())
     rig.daemon.kill()
@@ -38,6 +39,8 @@ def chaos(rig: Rig) -> None:
 def _take_load(rig: Rig, phase: str, load: Load) -> None:
     tally = load.tally
     rig.found.findings += [f"{phase}: {finding}" for finding in tally.findings]
+    if rig.watch.reclaimed:
+        raise StressError("the store was full and recycled blocks, which it may: nothing can be said about lost ones")
     rig.found.counts[phase] = {**tally.counts, **tally.events, "prompts in the ledger": len(load.ledger),
                                 "blocks compared": tally.checked["blocks"], "seconds": tally.seconds}  # fmt: skip
 

@@ -41,6 +41,11 @@ class Load:
     rng: random.Random
     next_stream: int
     ledger: bool
+    seconds: float
+    allowed_bytes: int
+    """Most that it may store, evenly over its time."""
+    begin_s: float = dataclasses.field(default_factory=time.monotonic)
+    stored_bytes: int = 0
     prompts: list[Runs] = dataclasses.field(default_factory=list)
     undurable: list[Runs] = dataclasses.field(default_factory=list)
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -49,7 +54,7 @@ class Load:
     def step(self) -> None:
         """One thing that a client does."""
         choice = self.rng.random()
-        if choice < 0.35 or not self.prompts:
+        if not self.prompts or (choice < 0.35 and self._may_store()):
             self._store()
         elif choice < 0.75:
             self._read(self.rng.choice(self.prompts))
@@ -59,6 +64,10 @@ class Load:
             self._look_up(self.rng.choice(self.prompts))
         if len(self.prompts) > KEPT_PROMPTS or choice >= 0.97:
             self._delete()
+
+    def _may_store(self) -> bool:
+        share = (time.monotonic() - self.begin_s) / self.seconds
+        return self.stored_bytes < self.allowed_bytes * share
 
     def _store(self) -> None:
         tools, runs = self.tools, self._new_prompt()
@@ -71,13 +80,13 @@ class Load:
                 assert view is not None
                 tools.content.fill(names[at + i], view)
             if granted:
-                self.counters_of_store(reservation.commit(), len(granted))
+                self.stored_bytes += len(granted) * tools.content.geometry.slot_bytes
+                self._count_store(reservation.commit(), len(granted))
             at += len(reservation.status)
         self.prompts.append(runs)
         self.undurable.append(runs)
 
-    def counters_of_store(self, committed: int, granted: int) -> None:
-        """Count what became of granted slots."""
+    def _count_store(self, committed: int, granted: int) -> None:
         self.counts["stored"] += committed
         self.counts["refused"] += granted - committed
 
@@ -154,11 +163,16 @@ class Load:
 def mixed(tools: Tools, command: Mapping[str, Any]) -> dict[str, Any]:
     """Load for `seconds`. Errors of a daemon that is away, busy or short of disk are counted: a cache may say no."""
     number = command["round"] * 1000 + tools.number
-    load = Load(tools, random.Random(tools.content.seed * 1_000_003 + number), (number + 1) * OWN_STREAMS,
-                ledger=command["ledger"])  # fmt: skip
-    begin_s = time.monotonic()
+    load = Load(
+        tools,
+        random.Random(tools.content.seed * 1_000_003 + number),
+        (number + 1) * OWN_STREAMS,
+        ledger=command["ledger"],
+        seconds=command["seconds"],
+        allowed_bytes=command["allowed_bytes"],
+    )
     steps = 0
-    while time.monotonic() < begin_s + command["seconds"]:
+    while time.monotonic() < load.begin_s + load.seconds:
         try:
             load.step()
             steps += 1
@@ -168,7 +182,7 @@ def mixed(tools: Tools, command: Mapping[str, Any]) -> dict[str, Any]:
             load.counts[f"refused: {type(error).__name__}"] += 1
             time.sleep(0.02)
         tools.tell(progress=1)
-    return {"steps": steps, "seconds": time.monotonic() - begin_s, "counts": dict(load.counts),
+    return {"steps": steps, "seconds": time.monotonic() - load.begin_s, "counts": dict(load.counts),
             "prompts": load.prompts, "checked": load.checked.result()}  # fmt: skip
 
 

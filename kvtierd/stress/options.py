@@ -24,9 +24,12 @@ FULL_LAYERS = 2
 CHUNK_BYTES = 64 * MIB
 CHUNKS = 8
 """That the host tier has at least, where it is small."""
-SPARE_BYTES = 2 * GIB
-"""On disk beside the context: what the mixed load stores, segments that are not full, and the probes."""
-QUICK_SPARE_BYTES = GIB
+LOAD_BYTES, QUICK_LOAD_BYTES = GIB, GIB // 2
+"""Stored by the mixed load, by all clients."""
+CHAOS_BYTES, QUICK_CHAOS_BYTES = 3 * GIB, 3 * GIB // 2
+"""Stored under chaos."""
+SPARE_BYTES, QUICK_SPARE_BYTES = GIB, GIB // 2
+"""On disk beside all that: segments that are not full, and what is written again after a failure."""
 MACHINE_BYTES = 1 * GIB
 """Of memory for clients, the oracle and references, beside gpu and host."""
 _COUNT = re.compile(r"\s*(\d+)\s*([kmKM]?)\s*")
@@ -98,6 +101,16 @@ class Options:
         return self.host_bytes or (QUICK_HOST if self.quick else FULL_HOST)
 
     @property
+    def load_bytes(self) -> int:
+        """What the mixed load may store: a store that is full recycles what is oldest, and here nothing may be lost."""
+        return QUICK_LOAD_BYTES if self.quick else LOAD_BYTES
+
+    @property
+    def chaos_bytes(self) -> int:
+        """What the load under chaos may store."""
+        return (QUICK_CHAOS_BYTES if self.quick else CHAOS_BYTES) if self.chaos else 0
+
+    @property
     def batch(self) -> int:
         """Blocks of a request: 16 MiB, or less where host is so small that clients would fill it with requests."""
         room = min(16 * MIB, self.host // (8 * max(1, self.clients)))
@@ -111,7 +124,7 @@ class Options:
         while chunk < self.kv.slot_bytes:
             chunk *= 2
         on_disk = self.blocks * (self.kv.slot_bytes + PAGE_BYTES)
-        spare = QUICK_SPARE_BYTES if self.quick else SPARE_BYTES
+        spare = self.load_bytes + self.chaos_bytes + (QUICK_SPARE_BYTES if self.quick else SPARE_BYTES)
         found: dict[str, object] = {
             "gpu__device": "host",
             "gpu__capacity": self.gpu,

@@ -6,7 +6,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TextIO
 
@@ -31,8 +31,11 @@ PHASES: dict[str, Callable[[Rig], None]] = {
 """In their order; the last one only where it is asked for."""
 
 
-def run_stress(options: Options, out: TextIO) -> Found:
-    """Run on a daemon of one's own, or on the one at `options.endpoint`. Raises StressError where it cannot begin."""
+def run_stress(options: Options, out: TextIO, phases: Collection[str] = tuple(PHASES)) -> Found:
+    """Run on a daemon of one's own, or on the one at `options.endpoint`. Raises StressError where it cannot begin.
+
+    `phases` are all, or some that a bench wants.
+    """
     base = options.nvme
     if base is not None and not base.is_dir():
         raise StressError(f"--nvme {base} is no folder")
@@ -41,19 +44,21 @@ def run_stress(options: Options, out: TextIO) -> Found:
         folder = Path(name)
         options.check(folder)
         if options.endpoint:
-            return _run(options, folder, out, options.endpoint, None)
+            return _run(options, folder, out, options.endpoint, None, phases)
         with EmbeddedDaemon(folder, **options.settings(folder)) as daemon:
-            found = _run(options, folder, out, daemon.endpoint, daemon)
+            found = _run(options, folder, out, daemon.endpoint, daemon, phases)
             if not found.passed:
                 found.counts["daemon_log"] = daemon.logs().splitlines()[-30:]
             return found
 
 
-def _run(options: Options, folder: Path, out: TextIO, endpoint: str, daemon: EmbeddedDaemon | None) -> Found:
+def _run(
+    options: Options, folder: Path, out: TextIO, endpoint: str, daemon: EmbeddedDaemon | None, phases: Collection[str]
+) -> Found:
     """All phases. What cannot go on is a finding too."""
     with contextlib.closing(Rig(options, folder, out, endpoint, daemon)) as rig:
         for name, phase in PHASES.items():
-            if name == "chaos" and not options.chaos:
+            if name not in phases or (name == "chaos" and not options.chaos):
                 continue
             begin_s = time.monotonic()
             try:

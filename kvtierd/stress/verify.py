@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from kvtierd.protocol.holds import Lease
     from kvtierd.stress.worker import Tools
 
-TRIES = 200
+TRIES = 60
 """For a block that does not come: reads are cut short where too many are on their way, or the daemon starts again."""
 PAUSE_S = 0.05
+GIVE_UP = 64
+"""So many missing blocks of a job, and nobody waits long for further ones."""
 FINDINGS_MAX = 20
 """Told of each job; all are counted."""
 
@@ -74,7 +76,8 @@ def check(tools: Tools, keys: Keys, names: Sequence[BlockId], checked: Checked, 
         done = _run(tools, keys[at:], names[at:], checked, batch)
         at += done
         tries = 0 if done else tries + 1
-        if at < len(names) and tries >= TRIES:
+        tools.tell(progress=0)
+        if at < len(names) and tries >= (TRIES if checked.missing < GIVE_UP else 2):
             checked.missing += 1
             checked.note(f"block {names[at].index} of stream {names[at].stream} is missing")
             at, tries = at + 1, 0

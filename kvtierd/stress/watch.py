@@ -35,6 +35,8 @@ class Watch:
         self.peak_bytes = 0
         self.peak_phase = ""
         self.stats: Mapping[str, Any] = {}
+        self.reclaimed = False
+        """Whether the store was full once and recycled blocks that could be read."""
         self._thread = threading.Thread(target=self._run, name="stress-watch", daemon=True)
 
     def start(self) -> None:
@@ -48,6 +50,7 @@ class Watch:
             self.stats = self._client.stats()
         except KvtierdError:
             return self.stats
+        self.reclaimed |= int(self.stats["nvme_reclaimed_segments"]) > 0
         tiers = int(self.stats["host_capacity_bytes"]) + int(self.stats.get("gpu_capacity_bytes", 0))
         self.budget_bytes = tiers + DAEMON_BYTES + self._clients * CLIENT_BYTES
         self.daemon_pid = int(self.stats["daemon_pid"])
