@@ -87,8 +87,9 @@ class Kv:
 class RawReads:
     """Plain reads of parts from the segments of a store: of the same size, apart from each other as there."""
 
-    def __init__(self, folder: Path, parts: int) -> None:
-        step = SHAPE.slot_bytes + PAGE_BYTES
+    def __init__(self, folder: Path, parts: int, shape: Geometry = SHAPE) -> None:
+        self._part_bytes = shape.layer_stride
+        step = shape.slot_bytes + PAGE_BYTES
         places = [
             (file, offset)
             for file in sorted(folder.glob("segment-*"))
@@ -108,7 +109,7 @@ class RawReads:
         failures: list[OSError] = []
 
         def work() -> None:
-            memory: Any = page_buffer(SHAPE.layer_bytes)
+            memory: Any = page_buffer(self._part_bytes)
             try:
                 while True:
                     with lock:

@@ -23,6 +23,7 @@ BENCHES: dict[str, str] = {
     "accuracy": "the attention kernels against float64 over many shapes; what FP8 costs a real model (wants torch)",
     "attend": "attention over 256k tokens in three tiers against the disk and the kernel alone",
     "stress": "a long context through small tiers, exact and FP8, against copies, the disk and the kernel alone",
+    "offloaded": "a decode step of a real model over an offloaded past against the disk (wants torch)",
     "overhead": "lookups while metrics, slow log and a watcher look on, against without",
     "restart": "a restart and a kill -9 with a full host tier that outlives the daemon",
     "flood": "lookups while another client sends garbage at full rate, against quiet",

@@ -13,7 +13,6 @@ from transformers.cache_utils import CacheLayerMixin
 from kvtierd.connectors.cache_tensors import TORCH_DTYPES, carried
 from kvtierd.connectors.kv_layout import LayerKv
 from kvtierd.connectors.offloaded_attention import ATTRIBUTE, Mask
-from kvtierd.connectors.offloaded_store import ArraysOf
 from kvtierd.connectors.offloaded_table import BlockTable, Numbers
 from kvtierd.core.geometry import Geometry
 
@@ -50,6 +49,11 @@ class OffloadedLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.is_initialized = True
+
+    def hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Have these, [rows, kv_heads, tokens, dim]; they are never written in place."""
+        self.lazy_initialization(keys, values)
+        self.keys, self.values = keys, values
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
@@ -179,18 +183,12 @@ class Tails:
             for part in (layer.keys, layer.values)
         )
 
-    def reader(self, row: int, column: int) -> ArraysOf:
-        """The KV of blocks that begin at a column of a row, as views."""
-
-        def arrays(block: int) -> list[LayerKv]:
-            begin = column - self.first + block * self.block_size
-            part = slice(begin, begin + self.block_size)
-            return [
-                LayerKv(carried(layer.keys[row, :, part]), carried(layer.values[row, :, part]))
-                for layer in self._layers
-            ]
-
-        return arrays
+    def arrays(self, row: int, column: int) -> list[LayerKv]:
+        """The KV of a block that begins at a column of a row, as views."""
+        part = slice(column - self.first, column - self.first + self.block_size)
+        return [
+            LayerKv(carried(layer.keys[row, :, part]), carried(layer.values[row, :, part])) for layer in self._layers
+        ]
 
     def drop_before(self, column: int) -> None:
         """What lies before a column is in the daemon for all rows."""

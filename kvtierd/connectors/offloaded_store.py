@@ -1,4 +1,4 @@
-"""Blocks of one running generation in the daemon: written, confirmed, read back, forgotten. No engine in here.
+"""Blocks of one running generation in the daemon: stored, read back, forgotten. No engine in here.
 
 Their keys are random, so nobody else finds them. A block counts as kept only once it lies in nvme, or, where nvme does
 not take it, is pinned in host: until then the caller has the only copy that is sure to stay.
@@ -7,12 +7,13 @@ not take it, is pinned in host: until then the caller has the only copy that is 
 from __future__ import annotations
 
 import collections
+import itertools
 import logging
 import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import blake3
 import numpy as np
@@ -27,17 +28,14 @@ from kvtierd.core.units import MIB
 from kvtierd.protocol.client import Client
 from kvtierd.protocol.connection import Unavailable
 from kvtierd.protocol.holds import Reservation
-from kvtierd.protocol.messages import SLOT_EXISTS, TIER_NVME
-from kvtierd.protocol.results import Masks, NamespaceHandle
+from kvtierd.protocol.messages import TIER_NVME
+from kvtierd.protocol.results import NamespaceHandle
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-ArraysOf = Callable[[int], Sequence[LayerKv]]
-"""The KV of one new block, by its place among them: an array of [heads, block_size, dim] for each layer."""
-
-BATCH_BYTES = 32 * MIB
-"""Reserved at a time: a chunk of a prefill that is larger than the host tier goes through it in such pieces."""
+BATCH_BYTES = 16 * MIB
+"""Stored at a time."""
 PAUSE_S = 0.02
 """Between two tries of what the daemon could not do just now."""
 
@@ -50,6 +48,15 @@ must not, for it may run in the midst of another request of the same client."""
 
 class OffloadError(KvtierdError):
     """The past of a generation cannot be reached or kept: nothing was computed from a part of it."""
+
+
+class NewBlock(NamedTuple):
+    """A block to store: its number, that of the block before it in its row, and its KV, which is asked for when there
+    is a place for it: an array of [heads, block_size, dim] for each layer."""
+
+    number: int
+    parent: int | None
+    arrays: Callable[[], Sequence[LayerKv]]
 
 
 class OffloadedBlocks:
@@ -96,53 +103,35 @@ class OffloadedBlocks:
         return np.frombuffer(b"".join(self._keys[int(block)] for block in blocks), np.uint8).reshape(-1, 32)
 
     def new(self, count: int) -> Numbers:
-        """Numbers for new blocks; they are stored by `write`, or given back by `forget`."""
+        """Numbers for new blocks; they are stored by `store`, or given back by `forget`."""
         numbers = np.arange(self._next, self._next + count)
         self._next += count
         for number in numbers.tolist():
             self._keys[number] = blake3.blake3(self._secret + number.to_bytes(8, "little")).digest()
         return numbers
 
-    def write(self, blocks: Numbers, parent: int | None, arrays_of: ArraysOf) -> None:
-        """Store new blocks that follow each other behind `parent`. Raises OffloadError where there is no room in time.
+    def store(self, fresh: Sequence[NewBlock]) -> None:
+        """Store new blocks and return when they are on stable storage, or pinned in host.
 
-        They are not sure to stay before `confirm`.
+        They go in batches, each of which is on stable storage before the next one: more than the daemon can hold back
+        for its disk would be evicted before it is written. What was, is written again. Raises OffloadError where a
+        batch does not get there in `timeout_s`, or blocks can neither be written to nvme nor pinned.
         """
         self._bury()
-        keys, deadline_s, done = self.keys(blocks), time.monotonic() + self.timeout_s, 0
-        while True:
-            before = self._keys[int(blocks[done - 1])] if done else self._keys[parent] if parent is not None else b""
-            done += self._write_some(keys[done:], before, _from(arrays_of, done))
-            if done == len(keys):
-                return
-            if time.monotonic() > deadline_s:
-                raise OffloadError(
-                    f"{self._where()} has had no room in host for {len(keys) - done} blocks of "
-                    f"{self.geometry.slot_bytes} bytes for {self.timeout_s} s; raise host.capacity"
-                )
-            time.sleep(PAUSE_S)
-
-    def confirm(self, blocks: Numbers) -> None:
-        """Return when these blocks are on stable storage, or pinned in host. Raises OffloadError where neither is."""
-        keys = self.keys(blocks)
-        tiers = self.patiently(lambda: self._settled(keys))
-        if len(tiers) < len(keys):
-            raise OffloadError(f"{self._where()} lost {len(keys) - len(tiers)} blocks that it had just stored")
-        loose = np.flatnonzero((tiers & TIER_NVME) == 0)
-        if not loose.size:
-            return
-        pinned, reason = 0, ""
-        try:
-            self._pinned.update(blocks[loose].tolist())
-            pinned = self.client.pin(self.handle, keys[loose], timeout_s=self.timeout_s)
-        except RequestError as error:
-            reason = f" ({error})"
-        if pinned < loose.size:
-            raise OffloadError(
-                f"{self._where()} keeps {loose.size - pinned} of {len(keys)} blocks neither in nvme nor pinned in host"
-                f"{reason}: raise nvme.capacity (nvme.admission must be `all`, without a daily budget that is spent), "
-                "or leases.max_pinned_share"
-            )
+        batch = max(1, BATCH_BYTES // self.geometry.slot_bytes)
+        for begin in range(0, len(fresh), batch):
+            missing = fresh[begin : begin + batch]
+            deadline_s = time.monotonic() + self.timeout_s
+            while missing:
+                self._write(missing)
+                missing = self._confirm(missing)
+                if missing and time.monotonic() > deadline_s:
+                    raise OffloadError(
+                        f"{self._where()} has had no room in host for {len(missing)} blocks of "
+                        f"{self.geometry.slot_bytes} bytes for {self.timeout_s} s; raise host.capacity"
+                    )
+                if missing:
+                    time.sleep(PAUSE_S)
 
     def read(self, block: int) -> list[LayerKv]:
         """The KV of a block, [heads, block_size, dim] for each layer. Raises OffloadError where it is lost."""
@@ -194,53 +183,67 @@ class OffloadedBlocks:
                     raise OffloadError(f"{self._where()} refused: {error}") from error
             time.sleep(PAUSE_S)
 
-    def _settled(self, keys: Keys) -> Masks:
-        """Where the leading run lies when all that can be written is. Raises Unavailable where the daemon is away:
-        a lookup alone calls that a miss, and a flush calls it so where there is no nvme tier."""
+    def _write(self, fresh: Sequence[NewBlock]) -> None:
+        """Store what the daemon has room for now, each run of blocks that follow each other in one go."""
+        ends = [i for i in range(1, len(fresh)) if fresh[i].parent != fresh[i - 1].number]
+        for begin, end in itertools.pairwise([0, *ends, len(fresh)]):
+            run = fresh[begin:end]
+            keys = self.keys(item.number for item in run)
+            parent = b"" if run[0].parent is None else self._keys[run[0].parent]
+            try:
+                for slots in self.client.reservations(
+                    self.handle, keys, batch=len(keys), parent=parent, timeout_s=self.timeout_s
+                ):
+                    self._fill(slots, run)
+            except Unavailable as error:
+                _log.debug("a store is tried again: %s", error)
+
+    def _fill(self, slots: Reservation, run: Sequence[NewBlock]) -> None:
+        granted = [i for i, view in enumerate(slots.views) if view is not None]
+        if not granted:
+            return
+        sums = np.empty((len(granted), self.geometry.layers), np.uint64)
+        for row, i in enumerate(granted):
+            view = slots.views[i]
+            assert view is not None
+            SlotView(view, self.geometry).fill(run[i].arrays(), 0, sums[row])
+        slots.commit(granted, sums=sums, timeout_s=self.timeout_s)
+
+    def _confirm(self, fresh: Sequence[NewBlock]) -> list[NewBlock]:
+        """Which of these blocks are not there; those that are lie on stable storage, or are pinned in host now."""
+        tiers = self.patiently(lambda: self._settled(self.keys(item.number for item in fresh)))
+        loose = [item.number for item, mask in zip(fresh, tiers, strict=True) if mask and not mask & TIER_NVME]
+        if loose:
+            self._pin(loose)
+        return [item for item, mask in zip(fresh, tiers, strict=True) if not mask]
+
+    def _settled(self, keys: Keys) -> list[int]:
+        """Where each block lies when all that can be written is, 0 for nowhere. Raises Unavailable where the daemon is
+        away: a lookup alone calls that a miss, and a flush calls it so where there is no nvme tier."""
         try:
             self.client.flush(timeout_s=self.timeout_s)
         except Unavailable:
             self.client.ping(timeout_s=self.timeout_s)
-        tiers = self.client.lookup(self.handle, keys, timeout_s=self.timeout_s).tiers
-        if len(tiers) < len(keys):
+        hits = self.client.lookup_many(
+            self.handle, [keys[i : i + 1] for i in range(len(keys))], timeout_s=self.timeout_s
+        )
+        if not all(hit.count for hit in hits):
             self.client.ping(timeout_s=self.timeout_s)
-            tiers = self.client.lookup(self.handle, keys, timeout_s=self.timeout_s).tiers
-        return tiers
+        return [int(hit.tiers[0]) if hit.count else 0 for hit in hits]
 
-    def _write_some(self, keys: Keys, parent: bytes, arrays_of: ArraysOf) -> int:
-        """How many leading blocks are stored now."""
-        done = 0
-        batch = max(1, BATCH_BYTES // self.geometry.slot_bytes)
+    def _pin(self, numbers: list[int]) -> None:
+        pinned, reason = 0, ""
+        self._pinned.update(numbers)
         try:
-            for slots in self.client.reservations(
-                self.handle, keys, batch=batch, parent=parent, timeout_s=self.timeout_s
-            ):
-                good = self._fill(slots, done, arrays_of)
-                done += good
-                if good < len(slots.views):
-                    break
-        except Unavailable as error:
-            _log.debug("a store is tried again: %s", error)
-        return done
-
-    def _fill(self, slots: Reservation, first: int, arrays_of: ArraysOf) -> int:
-        """Write the leading blocks that were granted, or are there from a try whose answer did not come."""
-        fresh, good = [], 0
-        for view, status in zip(slots.views, slots.status.tolist(), strict=True):
-            if view is None and status != SLOT_EXISTS:
-                break
-            if view is not None:
-                fresh.append(good)
-            good += 1
-        if not fresh:
-            return good
-        sums = np.empty((len(fresh), self.geometry.layers), np.uint64)
-        for row, i in enumerate(fresh):
-            view = slots.views[i]
-            assert view is not None
-            SlotView(view, self.geometry).fill(arrays_of(first + i), 0, sums[row])
-        committed = slots.commit(fresh, sums=sums, timeout_s=self.timeout_s)
-        return good if committed == len(fresh) else 0
+            pinned = self.client.pin(self.handle, self.keys(numbers), timeout_s=self.timeout_s)
+        except RequestError as error:
+            reason = f" ({error})"
+        if pinned < len(numbers):
+            raise OffloadError(
+                f"{self._where()} keeps {len(numbers) - pinned} blocks of the past neither in nvme nor pinned in host"
+                f"{reason}: raise nvme.capacity (nvme.admission must be `all`, without a daily budget that is spent), "
+                "or leases.max_pinned_share"
+            )
 
     def _bury(self) -> None:
         """Delete what caches left behind that were dropped without `close`."""
@@ -251,7 +254,3 @@ class OffloadedBlocks:
 
     def _where(self) -> str:
         return f"kvtierd at {self.client.endpoint}"
-
-
-def _from(arrays_of: ArraysOf, first: int) -> ArraysOf:
-    return lambda i: arrays_of(first + i)

@@ -79,9 +79,9 @@ def test_a_damaged_block_is_an_error(tmp_path: Path, offloaded_model: Any, text_
     with running(tmp_path, offloaded_model, **settings) as (daemon, client, cache):
         with torch.no_grad():
             offloaded_model(input_ids=text_ids[:, :200], past_key_values=cache, use_cache=True)
-        cache._past.close()  # let go of the copies in host
+        cache._rows.past.close()  # let go of the copies in host
         client.purge(tiers=["host"])
-        cache._past.follow(cache._table.runs())
+        cache._rows.past.follow(cache._rows.table.runs())
         damage(daemon.data_dir, skip=3 * (1 << 20))
         with torch.no_grad(), pytest.raises(OffloadError, match="damaged"):
             offloaded_model(input_ids=text_ids[:, 200:201], past_key_values=cache, use_cache=True)
@@ -96,7 +96,7 @@ def test_without_nvme_blocks_are_pinned_and_too_many_are_an_error(
     with running(tmp_path, offloaded_model, **settings) as (_, client, cache):
         found = offloaded_model.generate(prompt, past_key_values=cache, **GREEDY)
         assert torch.equal(found, plain(prompt, **GREEDY))
-        assert cache._blocks.pinned == cache.offloaded_blocks == 7
+        assert cache.blocks.pinned == cache.offloaded_blocks == 7
         with pytest.raises(OffloadError, match=r"neither in nvme nor pinned in host|no room in host"):
             offloaded_model.generate(text_ids[:, :900], past_key_values=cache, **GREEDY)
         assert cache.get_seq_length() == 310 + 9
