@@ -111,7 +111,7 @@ $(LMCACHE):
 test-engines: $(DEV) $(ENGINES) $(VLLM) $(LMCACHE) ## Run real engines against a real daemon, each in its environment
 	@HF_HUB_OFFLINE=1 $(ENGINE_VENV)/bin/python -m pytest tests/engines/transformers $(PYTEST_ARGS)
 	@HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest tests/engines/vllm $(PYTEST_ARGS)
-	@$(LMCACHE_VENV)/bin/python -m pytest tests/engines/lmcache $(PYTEST_ARGS)
+	@$(LMCACHE_VENV)/bin/python -m pytest tests/engines/lmcache tests/engines/sglang $(PYTEST_ARGS)
 
 kernels: $(DEV) ## Compile every CUDA kernel for every architecture; registers and spills against their bounds
 	@$(BIN)/kvtierctl kernels

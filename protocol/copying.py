@@ -36,33 +36,34 @@ class Copier:
 
     def copy_out(self, views: Sequence[Bytes], out: Sequence[Bytes] | Bytes, geometry: Geometry) -> None:
         """Copy slots into packed blocks, without looking at the bytes."""
-        self._spread(lambda i: _unpack(views[i], out[i], geometry), len(views), geometry)
+        self.spread(lambda i: _unpack(views[i], out[i], geometry), len(views), geometry)
 
     def copy_out_and_sum(self, views: Sequence[Bytes], out: Sequence[Bytes] | Bytes, geometry: Geometry) -> Sums:
         """Copy slots into packed blocks and hash what arrived: [n, layers] u64."""
         sums = np.empty((len(views), geometry.layers), np.uint64)
-        self._spread(lambda i: copy_and_sum(views[i], out[i], geometry, sums[i], packed=True), len(views), geometry)
+        self.spread(lambda i: copy_and_sum(views[i], out[i], geometry, sums[i], packed=True), len(views), geometry)
         return sums
 
     def fill(self, blocks: Sequence[Bytes] | Bytes, views: Sequence[Bytes], geometry: Geometry) -> Sums:
         """Copy packed blocks into slots and hash them as they land: [n, layers] u64."""
         sums = np.empty((len(views), geometry.layers), np.uint64)
-        self._spread(lambda i: fill_and_sum(blocks[i], views[i], geometry, sums[i]), len(views), geometry)
+        self.spread(lambda i: fill_and_sum(blocks[i], views[i], geometry, sums[i]), len(views), geometry)
         return sums
 
     def sum_slots(self, views: Sequence[Bytes], geometry: Geometry) -> Sums:
         """Hash blocks in slot form where they lie: [n, layers] u64."""
         sums = np.empty((len(views), geometry.layers), np.uint64)
-        self._spread(lambda i: layer_sums(views[i], geometry, sums[i]), len(views), geometry)
+        self.spread(lambda i: layer_sums(views[i], geometry, sums[i]), len(views), geometry)
         return sums
 
     def sum_packed(self, blocks: Sequence[Bytes] | Bytes, geometry: Geometry) -> Sums:
         """Hash packed blocks: [n, layers] u64."""
         sums = np.empty((len(blocks), geometry.layers), np.uint64)
-        self._spread(lambda i: packed_sums(blocks[i], geometry, sums[i]), len(blocks), geometry)
+        self.spread(lambda i: packed_sums(blocks[i], geometry, sums[i]), len(blocks), geometry)
         return sums
 
-    def _spread(self, work: Callable[[int], object], count: int, geometry: Geometry) -> None:
+    def spread(self, work: Callable[[int], object], count: int, geometry: Geometry) -> None:
+        """Call `work` with 0 to count - 1, each for a block of this geometry; returns when all have ended."""
         threads = min(self._threads, count)
         if threads <= 1 or count * geometry.block_bytes < PARALLEL_BYTES:
             for i in range(count):

@@ -56,7 +56,7 @@ class CachedObjects:
         for places, handle in self._groups(keys, buffers):
             mine = [keys[i] for i in places]
             names = block_keys_of(handle, mine)
-            outcomes = self._objects.store(handle, names, [buffers[i] for i in places])
+            outcomes = self._objects.store(handle, names, [[buffers[i]] for i in places])
             nbytes += int(np.count_nonzero(outcomes == STORED)) * handle.geometry.block_bytes
             whole &= bool((outcomes != DROPPED).all())
             self._note(handle, mine, names, outcomes != DROPPED)
@@ -98,7 +98,7 @@ class CachedObjects:
         loaded = np.zeros(len(keys), np.bool_)
         for places, handle in self._groups(keys, buffers):
             names = block_keys_of(handle, [keys[i] for i in places])
-            loaded[places] = self._objects.load(handle, names, [buffers[i] for i in places])
+            loaded[places] = self._objects.load(handle, names, [[buffers[i]] for i in places])
         return loaded
 
     def delete(self, keys: Sequence[Any]) -> None:

@@ -1,6 +1,7 @@
 """Many objects between an engine's memory and the daemon, a batch at a time, through one client. No engine in here.
 
-Nothing waits for the daemon beyond the deadlines given; trouble with it is an object that is not loaded, or not stored.
+An object is one block with one checksum (`opaque_geometry`); its bytes may lie in several places. Nothing waits for the
+daemon beyond the deadlines given; trouble with it is an object that is not loaded, or not stored.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvtierd.core.checksum import Bytes
+from kvtierd.connectors.pieces import Pieces, gather, scatter
 from kvtierd.core.keys import Keys
 from kvtierd.core.units import MIB
 from kvtierd.protocol.client import Client
@@ -60,13 +61,16 @@ class Objects:
                 masks[i] = answer.tiers[0] if answer.count else 0
         return masks
 
-    def store(self, handle: NamespaceHandle, keys: Keys, sources: Sequence[Bytes]) -> Outcomes:
-        """Store objects ([block_bytes] uint8 each); what became of each ([n] uint8: STORED, EXISTED or DROPPED).
+    def store(self, handle: NamespaceHandle, keys: Keys, sources: Sequence[Pieces], parent: bytes = b"") -> Outcomes:
+        """Store objects; what became of each ([n] uint8: STORED, EXISTED or DROPPED). `parent` is the key before the
+        first, where that is not the beginning of a prefix.
 
         Raises KvtierdError where the daemon refuses the namespace.
         """
         outcomes, done = np.full(len(keys), DROPPED, np.uint8), 0
-        slots = self._client.reservations(handle, keys, batch=self._batch(handle), timeout_s=self._store_timeout_s)
+        slots = self._client.reservations(
+            handle, keys, batch=self._batch(handle), parent=parent, timeout_s=self._store_timeout_s
+        )
         for reserved in slots:
             end = done + len(reserved.views)
             outcomes[done:end] = self._fill(reserved, keys[done:end], sources[done:end])
@@ -75,22 +79,27 @@ class Objects:
             done = end
         return outcomes
 
-    def _fill(self, reserved: Reservation, keys: Keys, sources: Sequence[Bytes]) -> Outcomes:
+    def _fill(self, reserved: Reservation, keys: Keys, sources: Sequence[Pieces]) -> Outcomes:
         handle = reserved.namespace
         outcomes = np.where(reserved.status == SLOT_EXISTS, EXISTED, DROPPED).astype(np.uint8)
         index = [i for i, view in enumerate(reserved.views) if view is not None]
         if not index:
             return outcomes
         views = [view for view in reserved.views if view is not None]
-        sums = self._filler.fill([sources[i] for i in index], views, handle.geometry)
+        sums = np.empty((len(index), 1), np.uint64)
+
+        def fill(at: int) -> None:
+            sums[at] = gather(sources[index[at]], views[at])
+
+        self._filler.spread(fill, len(index), handle.geometry)
         if reserved.commit(index, sums=sums, timeout_s=self._store_timeout_s) == len(index):
             outcomes[index] = STORED
         else:  # some were refused, or the answer stayed out: only the daemon knows which are there
             outcomes[index] = np.where(self.present(handle, keys)[index] > 0, STORED, DROPPED)
         return outcomes
 
-    def load(self, handle: NamespaceHandle, keys: Keys, targets: Sequence[Bytes]) -> Flags:
-        """Copy objects into `targets` ([block_bytes] uint8, writable); which arrived whole, as their checksums say.
+    def load(self, handle: NamespaceHandle, keys: Keys, targets: Sequence[Pieces]) -> Flags:
+        """Copy objects into `targets`; which arrived whole, as their checksums say.
 
         The bytes of others are of no use. Raises KvtierdError where the daemon refuses the namespace.
         """
@@ -105,7 +114,7 @@ class Objects:
                 left = left[self.present(handle, keys[left]) > 0]
         return loaded
 
-    def _run(self, handle: NamespaceHandle, keys: Keys, targets: Sequence[Bytes]) -> int:
+    def _run(self, handle: NamespaceHandle, keys: Keys, targets: Sequence[Pieces]) -> int:
         """Load the leading run; how many arrived."""
         done = 0
         leases = self._client.leases(handle, keys, batch=self._batch(handle), timeout_s=self._load_timeout_s)
@@ -116,9 +125,14 @@ class Objects:
                 break
         return done
 
-    def _drain(self, lease: Lease, keys: Keys, targets: Sequence[Bytes]) -> int:
+    def _drain(self, lease: Lease, keys: Keys, targets: Sequence[Pieces]) -> int:
         """How many leading objects of a lease arrived. A damaged one is deleted, so that it is made anew."""
-        sums = self._drainer.copy_out_and_sum(lease.views, targets, lease.namespace.geometry)
+        sums = np.empty((lease.count, 1), np.uint64)
+
+        def drain(at: int) -> None:
+            sums[at] = scatter(lease.views[at], targets[at])
+
+        self._drainer.spread(drain, lease.count, lease.namespace.geometry)
         whole, matching = lease.unchanged(), leading(sums, lease.sums)
         if matching < whole:
             _log.error("kvtierd: an object does not match its checksum and is deleted")

@@ -43,12 +43,21 @@ def some_keys(seed: int = 0, count: int = COUNT) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, 32), np.uint8)
 
 
-def some_bytes(seed: int = 1, count: int = COUNT) -> list[np.ndarray]:
-    return list(np.random.default_rng(seed).integers(0, 256, (count, 6000), np.uint8))
+def some_bytes(seed: int = 1, count: int = COUNT) -> list[list[np.ndarray]]:
+    """Objects in three pieces each."""
+    return [split(row) for row in np.random.default_rng(seed).integers(0, 256, (count, 6000), np.uint8)]
 
 
-def room(count: int = COUNT) -> list[np.ndarray]:
-    return [np.zeros(6000, np.uint8) for _ in range(count)]
+def split(row: np.ndarray) -> list[np.ndarray]:
+    return [row[:100], row[100:5000], row[5000:]]
+
+
+def room(count: int = COUNT) -> list[list[np.ndarray]]:
+    return [split(np.zeros(6000, np.uint8)) for _ in range(count)]
+
+
+def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    return all((a == b).all() for a, b in zip(one, other, strict=True))
 
 
 def test_all_come_back_and_a_second_store_finds_them_there(objects):
@@ -56,7 +65,7 @@ def test_all_come_back_and_a_second_store_finds_them_there(objects):
     assert (objects.store(HANDLE, keys, source) == STORED).all()
     assert (objects.present(HANDLE, keys) > 0).all()
     assert objects.load(HANDLE, keys, target).all()
-    assert all((a == b).all() for a, b in zip(target, source, strict=True))
+    assert all(same(a, b) for a, b in zip(target, source, strict=True))
     assert (objects.store(HANDLE, keys, source) == EXISTED).all()
 
 
@@ -67,7 +76,7 @@ def test_holes_end_nothing(objects, there):
     wanted = np.isin(np.arange(COUNT), there)
     assert ((objects.present(HANDLE, keys) > 0) == wanted).all()
     assert (objects.load(HANDLE, keys, target) == wanted).all()
-    assert all((target[i] == source[i]).all() for i in there)
+    assert all(same(target[i], source[i]) for i in there)
     outcomes = objects.store(HANDLE, keys, source)
     assert (outcomes == np.where(wanted, EXISTED, STORED)).all()
 
