@@ -16,6 +16,7 @@ from kvtierd.policy.rates import LEVEL_MAX, LEVELS_AN_OCTAVE
 from kvtierd.policy.returns import ReturnModel, Usage
 
 Slots = npt.NDArray[np.int32]
+Kinds = npt.NDArray[np.uint16]
 SLOTS_MAX = 1 << 30
 
 
@@ -87,6 +88,41 @@ class ReturnEviction:
         leaves.mark_copied(
             self._slots, self._ends, self._marks, self._cursors, self._model.levels, cls, self._model.now, slots, less
         )
+
+    def remembered(self, slots: Slots) -> tuple[Kinds, npt.NDArray[np.uint8], npt.NDArray[np.uint32], Slots]:
+        """What is known of the blocks in these slots, [n] each: kind plus 1, pace, when they were used (in ticks), and
+        the slot of the block before each, -1 for none."""
+        found = self._slots[slots]
+        parents = found["parent"].astype(np.int32)
+        stale = (parents >= 0) & (self._slots["birth"][parents] != found["parent_birth"])
+        parents[stale] = -1
+        return found["kind"].copy(), found["pace"].copy(), found["at"].copy(), parents
+
+    def recall(
+        self,
+        cls: int,
+        slots: Slots,
+        kinds: Kinds,
+        paces: npt.NDArray[np.uint8],
+        at: npt.NDArray[np.uint32],
+        parents: Slots,
+    ) -> None:
+        """Blocks that were inserted are those of an earlier life, of which `remembered` said this, on the same clock.
+
+        All of them were known then: no kind is 0.
+        """
+        now = self._model.now
+        ages = np.uint32(now) - at
+        order = np.argsort(ages, kind="stable")[::-1]
+        begins = np.flatnonzero(np.diff(ages[order], prepend=np.int64(-1)))
+        try:
+            for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), order.size], strict=True):
+                some = order[begin:end]
+                self._model.now = int(at[some[0]])
+                self._use(cls, slots[some], kinds[some] - np.uint16(1), paces[some], -1, chained=False)
+        finally:
+            self._model.now = now
+        self.chained(cls, slots, parents)
 
     def removed(self, cls: int, slots: Slots) -> None:
         """See EvictionPolicy."""

@@ -7,6 +7,7 @@ remembers and rates.py for what it makes of it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,36 @@ class ReturnModel:
             self.levels, self._heads, self._ring, self._returned, self._unreturned, self._state, self._parents,
             self._widths, self._scratch,
         )  # fmt: skip
+
+    def learned(self, most_bytes: int) -> dict[str, bytes]:
+        """What was learned, for `relearn` of the daemon's next life: its rates, and where all of it together has at
+        most so many bytes what it remembers of single blocks too."""
+        rates = {"returned": self._returned.tobytes(), "unreturned": self._unreturned.tobytes()}
+        if self._ring.nbytes + self._heads.nbytes > most_bytes:
+            return rates
+        return rates | {
+            "ring": self._ring.tobytes(),
+            "heads": self._heads.tobytes(),
+            "state": self._state.tobytes(),
+        }
+
+    def relearn(self, learned: Mapping[str, bytes], now_ns: int) -> bool:
+        """Go on from what an earlier life of this version learned, on the same clock; whether it fits this model.
+
+        Arrays change in place, so that those who hold `columns` see it.
+        """
+        named = {
+            "returned": self._returned, "unreturned": self._unreturned, "ring": self._ring, "heads": self._heads,
+            "state": self._state,
+        }  # fmt: skip
+        self.now = ticks(now_ns)
+        if not learned or any(name not in named or len(data) != named[name].nbytes for name, data in learned.items()):
+            return False
+        for name, data in learned.items():
+            named[name][:] = np.frombuffer(data, named[name].dtype).reshape(named[name].shape)
+        self._state[history.DUE] = 0
+        self._fit_if_due()
+        return True
 
     def bytes_used(self) -> int:
         """Bytes of all its memory, what is only reserved included."""

@@ -112,6 +112,11 @@ class Forms:
         column = self._decoded_sum if self.lossy[row] & TIER_HOST else self._table.block_sum
         return int(column[row])
 
+    def host_sums(self, rows: Rows) -> Sums:
+        """As `host_sum`, of many blocks, [n]."""
+        decoded = self.in_tier(rows, TIER_HOST)
+        return np.where(decoded, self._decoded_sum[rows], self._table.block_sum[rows])
+
     # What replies say
 
     def is_lossy(self, namespace: int) -> bool:
@@ -242,6 +247,11 @@ class Forms:
         self.lossy[rows] = (self.lossy[rows] & np.uint8(~TIER_HOST & 0xFF)) | np.where(lossy, TIER_HOST, 0)
         self._decoded_sum[rows[lossy]] = sums[lossy]
         self._note(rows[lossy])
+
+    def recalled(self, rows: Rows, sums: Sums) -> None:
+        """Blocks of the life before lie in host as they were decoded then, with these block sums, [n]."""
+        self._note(rows)
+        self.arrived(rows, np.ones(rows.size, np.bool_), sums)
 
     def raised(self, rows: Rows) -> None:
         """Blocks were copied from host into gpu."""

@@ -163,11 +163,11 @@ class TierManager:
             capacity = self._store.stats().get("capacity_bytes", self.settings.nvme.capacity)
             self._demand.add_tier("nvme", int(capacity))
             self.quick.tiers_changed()
-        self._warm.recover(self._store)
+        self._warm.recover(self._store, self._clock.now_ns())
         self._speeds.host.note(*await self._workers.run(probe_copy))
         if self._write_behind is not None:
             self._write_behind.start()
-        self._warm.start(self._offload)
+        self._warm.start(self._offload, self.operator)
         self._room.grow()
         # With a first chunk there, clients that come back after a restart are served and not turned away.
         await self._room.next_chunk()
@@ -342,6 +342,7 @@ class TierManager:
         self._compressor.step()
         self.expiry.step()
         self._quotas.step()
+        self._warm.step(now_ns)
 
     async def _tick(self) -> None:
         while True:

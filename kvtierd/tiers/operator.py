@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtierd.core.errors import RequestError
+from kvtierd.core.keys import KEY_BYTES
 from kvtierd.protocol.messages import Pin, Tier, Unpin
 from kvtierd.protocol.service import Session
 from kvtierd.tiers.admin import Admin
@@ -18,6 +21,9 @@ from kvtierd.tiers.copies import BIT, Copies
 from kvtierd.tiers.expiry import Expiry
 from kvtierd.tiers.namespaces import NamespaceEntry
 from kvtierd.tiers.sessions import SessionState, state_of
+from kvtierd.tiers.warm_snapshot import Pins
+
+_log = logging.getLogger(__name__)
 
 SHOWN_MAX = 10_000
 """Blocks of one answer."""
@@ -91,6 +97,27 @@ class Operator:
             answer = self._admin.unpin(session, request, [_frame(self._copies.blocks.table.key[rows].copy())])
             count += answer.reply.count  # type: ignore[union-attr]
         return count
+
+    def pinned(self) -> list[Pins]:
+        """What operators have pinned, for the daemon's next life."""
+        found: dict[int, list[bytes]] = {}
+        for session in self._sessions.values():
+            for key, (entry, _) in state_of(session).pins.items():
+                found.setdefault(entry.number, []).append(key)
+        return [Pins(number, b"".join(keys)) for number, keys in found.items()]
+
+    async def pin_again(self, pins: list[Pins]) -> None:
+        """Pin what operators had pinned in the life before, as far as it is there still."""
+        for group in pins:
+            entry = self._copies.namespaces[group.namespace]
+            session, keys = self._session(entry.tenant), np.frombuffer(group.keys, np.uint8).reshape(-1, KEY_BYTES)
+            for begin in range(0, len(keys), BATCH):
+                request = Pin(id=0, namespace=state_of(session).number_of(entry))
+                try:
+                    await self._admin.pin(session, request, [_frame(keys[begin : begin + BATCH])])
+                except RequestError as error:
+                    _log.warning("%d blocks that were pinned are not any more: %s", len(keys) - begin, error)
+                    break
 
     async def evict(self, chosen: Selection, tier: Tier) -> tuple[int, int]:
         """Drop copies in host or gpu of blocks that have another one; how many, and how many stay.

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvtierd.config.schema import Host
 from kvtierd.gpu.slot_pool import SlotClass, Slots
+from kvtierd.index.block_table import BlockTable
 from kvtierd.index.warm_rows import Words64
 from kvtierd.policy.eviction import EvictionPolicy
 from kvtierd.protocol.messages import TIER_NVME, Abort, OkReply
@@ -24,9 +25,12 @@ from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.host_tier import HostTier
 from kvtierd.tiers.namespaces import NamespaceEntry
 from kvtierd.tiers.offload import Offload
+from kvtierd.tiers.operator import Operator
 from kvtierd.tiers.sessions import need_frames
-from kvtierd.tiers.warm_host import Kept, WarmHostTier
+from kvtierd.tiers.warm_host import SNAPSHOT, Kept, WarmHostTier
+from kvtierd.tiers.warm_memory import Memory
 from kvtierd.tiers.warm_quarantine import Quarantine
+from kvtierd.tiers.warm_snapshot import Snapshot, SnapshotFile
 from kvtierd.tiers.warm_table import KnownNamespace
 from kvtierd.tiers.warm_takeover import Found, Taken, take_over
 from kvtierd.tiers.warm_verify import PIECE_BLOCKS, Verifier
@@ -55,11 +59,14 @@ class Cold:
 
     verifier: Verifier | None = None
 
-    def recover(self, store: BlockStore | None) -> None:
+    def recover(self, store: BlockStore | None, now_ns: int) -> None:
         """Make the blocks of the life before blocks of this one, and quarantine what may be written still."""
 
-    def start(self, offload: Offload | None) -> None:
-        """Verify in the background, and bring to disk what is nowhere there."""
+    def start(self, offload: Offload | None, operator: Operator) -> None:
+        """Pin what operators had pinned, verify in the background, and bring to disk what is nowhere there."""
+
+    def step(self, now_ns: int) -> None:
+        """Take a snapshot for the next life, a piece at a time; call it every so often."""
 
     async def close(self) -> None:
         """Stop verifying and watching."""
@@ -95,7 +102,9 @@ class Warm(Cold):
     def __init__(self, copies: Copies, host: WarmHostTier, kept: Kept, workers: Workers) -> None:
         self._copies = copies
         self._host = host
-        self._taken = take_over(host, kept.passed, copies.blocks.table)
+        self._taken, self._before, file = begin_again(host, kept, copies.blocks.table)
+        self._memory = Memory(copies, host, file, workers)
+        self._operator: Operator | None = None
         self.verifier = Verifier(copies, workers, host.unverified)
         self._quarantine = Quarantine(host)
         self._background: asyncio.Task[None] | None = None
@@ -111,7 +120,7 @@ class Warm(Cold):
         table.on_change.append(self._note)
         assert len(table) == len(self._taken.namespaces), "a namespace was registered before"
 
-    def recover(self, store: BlockStore | None) -> None:
+    def recover(self, store: BlockStore | None, now_ns: int) -> None:
         """See Cold."""
         if store is not None:
             for entry in self._copies.namespaces.entries:
@@ -124,6 +133,12 @@ class Warm(Cold):
                 rows, kept = self._enter(entry, cls, rows64, slots)
                 ours.append((entry, cls, rows, kept))
                 used.append(kept)
+        if self._before is not None:
+            recalled = self._memory.recall_forms(self._before)
+            used += [slots for *_, slots in recalled]
+            self._copies.counters["warm_adopted_blocks"] += self._copies.shapes.forms.count
+            ours += [one for one in recalled if self._host.unverified.among(one[3]).any()]
+            self._memory.recall_uses(self._before, now_ns)
         used += self._quarantine.hold(self._taken.lent, self._taken.processes)
         self._withdraw_all_but(used)
         adopted = sum(rows.size for _, _, rows, _ in ours)
@@ -135,15 +150,22 @@ class Warm(Cold):
         self._taken = Taken(reason=self._taken.reason)
         self._ours = ours
 
-    def start(self, offload: Offload | None) -> None:
+    def start(self, offload: Offload | None, operator: Operator) -> None:
         """See Cold."""
-        self._background = asyncio.create_task(self._verify_all(offload), name="warm-verify")
+        self._operator = operator
+        self._background = asyncio.create_task(self._go_on(offload, operator), name="warm-verify")
+
+    def step(self, now_ns: int) -> None:
+        """See Cold."""
+        if self._operator is not None:
+            self._memory.step(now_ns, self._operator.pinned)
 
     async def close(self) -> None:
         """See Cold."""
         if self._background is not None:
             self._background.cancel()
             await asyncio.gather(self._background, return_exceptions=True)
+        await self._memory.close(self._operator.pinned() if self._operator is not None else [])
         self._quarantine.close()
 
     def writer_gone(self, session: Session) -> None:
@@ -197,6 +219,12 @@ class Warm(Cold):
             taken = np.concatenate([*used, np.empty(0, np.int32)])
             self._host.withdraw(np.setdiff1d(np.concatenate(found), taken).astype(np.int32))
 
+    async def _go_on(self, offload: Offload | None, operator: Operator) -> None:
+        if self._before is not None:
+            pins, self._before = self._before.pins, None
+            await operator.pin_again(pins)
+        await self._verify_all(offload)
+
     async def _verify_all(self, offload: Offload | None) -> None:
         """Newest first: those are asked for first. A piece at a time, so that requests come between."""
         table, pool = self._copies.blocks.table, self._host.pool
@@ -217,6 +245,23 @@ class Warm(Cold):
                 still &= (table.flags[rows] & (VISIBLE | TIER_NVME)) == VISIBLE
                 offload.recovered(entry, cls, rows[still], slots[still])
         self._ours = []
+
+
+def begin_again(host: WarmHostTier, kept: Kept, blocks: BlockTable) -> tuple[Taken, Snapshot | None, SnapshotFile]:
+    """Take over what was passed: the memory, what the last snapshot said, and the file for the next one."""
+    snapshots = [fd for name, fd in kept.passed if name == SNAPSHOT]
+    taken = take_over(host, [file for file in kept.passed if file[0] != SNAPSHOT], blocks)
+    before = None
+    for fd in snapshots:
+        file = SnapshotFile(fd)
+        before = before or file.read()
+        file.close()
+    host.keeper.forget(SNAPSHOT)
+    fresh = SnapshotFile()
+    if before is not None and not taken.reason:
+        fresh.write(before)  # should this life end before it has one of its own
+    host.keeper.keep(SNAPSHOT, fresh.fd)
+    return taken, None if taken.reason else before, fresh
 
 
 def _groups(found: list[Found]) -> list[tuple[SlotClass, int, Words64, Slots]]:

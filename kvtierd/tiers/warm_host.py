@@ -29,6 +29,8 @@ CHUNK: Final = "c"
 GENERATIONS: Final = "g"
 PROCESS: Final = "p"
 """Before the number of a chunk, of a table of generations, and of a client's process (a pidfd)."""
+SNAPSHOT: Final = "s"
+"""Name of the snapshot (kvtierd.tiers.warm_snapshot)."""
 
 
 class Keeper(Protocol):
@@ -140,6 +142,10 @@ class WarmHostTier(HostTier):
         if not sessions:
             del self._writers[pid]
             self.keeper.forget(f"{PROCESS}{pid}")
+
+    def has_class(self, slab: int) -> bool:
+        """Whether a slab is cut into slots."""
+        return self._cuts[slab] is not None
 
     def take(self, cls: SlotClass, slots: Slots) -> None:
         """These free slots of the life before are somebody's, with one hold each, as with `take_free`."""

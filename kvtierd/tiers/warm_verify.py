@@ -82,7 +82,7 @@ class Verifier:
 
     async def verify(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, slots: Slots) -> npt.NDArray[np.bool_]:
         """Which of these blocks, whose slots are held, are good, [n]; the bad ones are dropped from host."""
-        copies, wanted = self._copies, self._copies.blocks.table.block_sum[rows].copy()
+        copies, wanted = self._copies, self._copies.shapes.forms.host_sums(rows)
         sums = np.empty((slots.size, cls.layers), np.uint64)
         good = await self._workers.run(functools.partial(_hash, copies.host, entry, cls, slots, wanted, sums))
         # Deleted meanwhile, or another request was faster: then there is nothing left to say of it.

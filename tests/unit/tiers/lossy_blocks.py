@@ -22,6 +22,7 @@ from kvtierd.storage.interface import BlockStore
 from kvtierd.testing.memory_store import MemoryStore
 from kvtierd.testing.rig import Grant, Rig, make_keys, reply_of, small_settings
 from kvtierd.tiers.blocks import Rows
+from kvtierd.tiers.warm_host import Kept
 
 PLAIN = Geometry(block_size=16, layers=3, kv_heads=2, k_dim=96, v_dim=64, dtype="bf16")
 """12 KiB a layer, 8 KiB in FP8; K and V dims differ."""
@@ -73,8 +74,14 @@ MIB = 1 << 20
 class LossyRig(Rig):
     """A rig with a namespace of its own, which a client registers and fills with `numbers`."""
 
-    def __init__(self, settings: Settings, store: BlockStore | None = None, geometry: Geometry = PLAIN) -> None:
-        super().__init__(settings, store)
+    def __init__(
+        self,
+        settings: Settings,
+        store: BlockStore | None = None,
+        geometry: Geometry = PLAIN,
+        kept: Kept | None = None,
+    ) -> None:
+        super().__init__(settings, store, kept)
         self.space = Namespace(model="lossy", geometry=geometry)
         self.geometry = geometry
 
