@@ -46,6 +46,7 @@ COMMANDS = {
     "dump": Command("kvtierd.cli.dump", "show the records of a segment file"),
     "stress": Command("kvtierd.cli.stress", "put a long context through small tiers and check every byte of it"),
     "bench": Command("kvtierd.cli.bench", "measure a figure against its reference"),
+    "report": Command("kvtierd.cli.report", "make a page with plots of what benches and the stress measure"),
     "precompile": Command("kvtierd.cli.precompile", "compile all kernels into the cache folder"),
     "keygen": Command("kvtierd.cli.keygen", "make a CURVE key pair, for clients of other machines"),
     "systemd": Command("kvtierd.cli.systemd", "put the service's files in place, or remove them"),

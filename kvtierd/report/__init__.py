@@ -1,0 +1,1 @@
+"""`kvtierctl report`: what benches and the stress have measured, as one page with plots and as BENCHMARKS.md."""
