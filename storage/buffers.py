@@ -28,10 +28,15 @@ def huge_buffer(size: int) -> Bytes:
     return np.frombuffer(memory, np.uint8)
 
 
+def address(buffer: Bytes) -> int:
+    """Where an array's memory begins."""
+    found: int = buffer.__array_interface__["data"][0]  # `ctypes` makes an object of it, for a microsecond
+    return found
+
+
 def is_aligned(buffer: Bytes, alignment: int) -> bool:
     """Whether O_DIRECT takes this memory as it is."""
-    address: int = buffer.__array_interface__["data"][0]  # `ctypes` makes an object of it, for a microsecond
-    return address % alignment == 0 and buffer.size % alignment == 0 and buffer.flags.c_contiguous
+    return address(buffer) % alignment == 0 and buffer.size % alignment == 0 and buffer.flags.c_contiguous
 
 
 class HeaderMemory:

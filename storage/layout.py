@@ -128,6 +128,13 @@ def codec_problem(geometry: Geometry, codec: int) -> str:
     return f"codec {codec} is none of those of {geometry.dtype} blocks with layout {geometry.layout}: {known}"
 
 
+@functools.lru_cache(maxsize=1024)
+def shape_of(geometry: Geometry, codec: int) -> tuple[BlockShape, str]:
+    """The shape of blocks in a codec and ""; or that of their exact form, and `codec_problem`."""
+    problem = codec_problem(geometry, codec)
+    return block_shape(geometry, Codec.RAW if problem else codec), problem
+
+
 def codecs_of(geometry: Geometry) -> tuple[Codec, ...]:
     """The codecs that blocks of this geometry may have."""
     return tuple(Codec) if encodable(geometry) else (Codec.RAW,)

@@ -6,16 +6,17 @@ import dataclasses
 
 import numpy as np
 
-from kvtierd.core.checksum import Bytes, block_sum, layer_sums
+from kvtierd.core.checksum import Bytes, block_sum
 from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.core.geometry import Geometry
-from kvtierd.core.stored_form import Codec, form_of
+from kvtierd.core.stored_form import Codec
 from kvtierd.core.units import KIB, MIB
 from kvtierd.storage.buffers import HEADERS_BYTES, Scratch
+from kvtierd.storage.hashing import sums_of_blocks
 from kvtierd.storage.interface import DiskError, ReadItem
 from kvtierd.storage.io import read_exact
-from kvtierd.storage.layout import BlockShape, block_shape, codec_problem
-from kvtierd.storage.record import Kind, Life, RecordHeader, decode, stored_sums
+from kvtierd.storage.layout import RECORD, BlockShape, block_shape, shape_of
+from kvtierd.storage.record import BlockFields, Kind, Life, RecordHeader, decode, names_block, stored_sums
 from kvtierd.storage.segment import Segment
 from kvtierd.storage.writer import RUN_RECORDS
 
@@ -89,17 +90,22 @@ def fetch_run(run: ReadRun, scratch: Scratch) -> None:
 
 def verify_run(run: ReadRun) -> None:
     """Check what was fetched; outcomes are left in `Fetch.error`."""
+    groups: dict[BlockShape, list[tuple[Fetch, Bytes]]] = {}
     for fetch, view in zip(run.fetches, run.views, strict=True):
         if fetch.error is None:
-            fetch.error = _verify(run.life, fetch.item, view)
+            groups.setdefault(fetch.shape, []).append((fetch, view))
+    for shape, fetched in groups.items():
+        found = sums_of_blocks([fetch.item.out for fetch, _ in fetched], shape)
+        for sums, (fetch, view) in zip(found, fetched, strict=True):
+            fetch.item.sums[:] = sums
+            if not _is_whole(run.life, fetch, view):
+                fetch.error = _verify(run.life, fetch.item, view)
 
 
 def fetch_of(item: ReadItem) -> Fetch:
     """An item to be fetched; its error is set where it cannot be."""
-    if problem := codec_problem(item.geometry, item.codec):
-        return Fetch(item, block_shape(item.geometry, Codec.RAW), StorageError(problem))
-    shape = block_shape(item.geometry, item.codec)
-    return Fetch(item, shape, item_error(item, shape))
+    shape, problem = shape_of(item.geometry, item.codec)
+    return Fetch(item, shape, StorageError(problem) if problem else item_error(item, shape))
 
 
 def item_error(item: ReadItem, shape: BlockShape) -> StorageError | None:
@@ -135,8 +141,23 @@ def _read_error(run: ReadRun, fetch: Fetch, error: OSError) -> StorageError:
     return DiskError(f"cannot read {extent.length} bytes of {where}: {error.strerror or error}")
 
 
+def _is_whole(life: Life, fetch: Fetch, view: Bytes) -> bool:
+    """Whether these are the block's bytes; `_verify` says why not."""
+    item, shape = fetch.item, fetch.shape
+    fields = BlockFields(item.namespace, item.key, item.block_sum, shape, item.codec)
+    sums = np.ascontiguousarray(item.sums, "<u8")
+    return (
+        names_block(view, fields, item.extent.offset, life)
+        and sums.tobytes() == view.data[RECORD.size : RECORD.size + sums.nbytes]
+        and block_sum(sums) == item.block_sum
+    )
+
+
 def _verify(life: Life, item: ReadItem, view: Bytes) -> StorageError | None:
-    """Check that these are the block's bytes, whole: header, identity, geometry, and every layer against its sum."""
+    """Check that these are the block's bytes, whole: header, identity, geometry, and every layer against its sum.
+
+    `item.sums` are those of the bytes.
+    """
     where = f"segment {life.segment} at {item.extent.offset}"
     header = decode(view, life, item.extent.offset)
     if header is None:
@@ -145,7 +166,6 @@ def _verify(life: Life, item: ReadItem, view: Bytes) -> StorageError | None:
         return CorruptionError(f"{where}: another record than block {item.key.hex()[:16]} lies here")
     if problem := shape_problem(header, item.geometry, item.codec):
         return CorruptionError(f"{where}: block {item.key.hex()[:16]} {problem}")
-    layer_sums(item.out, form_of(item.geometry, item.codec), item.sums)
     if not np.array_equal(item.sums, stored_sums(view, header)):
         layer = int(np.flatnonzero(item.sums != stored_sums(view, header))[0])
         return CorruptionError(f"{where}: the bytes of layer {layer} of block {item.key.hex()[:16]} are damaged")

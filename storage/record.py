@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -98,7 +99,6 @@ class RecordHeader:
 
 def encode(header: RecordHeader, body: Bytes, life: Life, target: Bytes) -> None:
     """Write a header into `target` ([header_bytes] uint8), checksum last; what the body leaves is zeroed."""
-    end = RECORD.size + body.size
     fields = (
         life.version,
         header.kind,
@@ -117,10 +117,78 @@ def encode(header: RecordHeader, body: Bytes, life: Life, target: Bytes) -> None
         header.layer_stride,
         header.scale_offset,
         header.scale_bytes,
-        header.origin or header.sequence if life.version > 1 else 0,
+        _origin(header.origin, header.sequence, life),
     )
+    _put(target, fields, body, life)
+
+
+@dataclasses.dataclass(slots=True)
+class BlockFields:
+    """What the header of a BLOCK record says of its block: `encode_block` and `names_block` take no other object,
+    because one for each header costs more than the rest of what is done with it."""
+
+    namespace: bytes
+    key: bytes
+    block_sum: int
+    shape: layout.BlockShape
+    codec: int
+
+
+def encode_block(
+    block: BlockFields, sums: Sums, offset: int, sequence: int, origin: int, life: Life, target: Bytes
+) -> None:
+    """As `encode` of the header of a BLOCK record at `offset`; `sums` ([layers] u64) are its body."""
+    shape = block.shape
+    fields = (
+        life.version,
+        Kind.BLOCK,
+        block.codec,
+        shape.header_bytes,
+        shape.payload_bytes,
+        sequence,
+        life.generation,
+        life.segment,
+        shape.layers,
+        offset,
+        block.namespace,
+        block.key,
+        block.block_sum,
+        shape.layer_bytes,
+        shape.layer_stride,
+        shape.scale_offset,
+        shape.scale_bytes,
+        _origin(origin, sequence, life),
+    )
+    _put(target, fields, np.ascontiguousarray(sums, "<u8").view(np.uint8), life)
+
+
+def names_block(view: Bytes, block: BlockFields, offset: int, life: Life) -> bool:
+    """Whether the header that starts `view` is valid for this place, and says just this.
+
+    So does `decode` with each field compared, which can tell what is wrong; this is for the many that are right.
+    """
+    shape, data = block.shape, view.data
+    (magic, checksum, version, *about, sequence, generation, segment, count, at, digest, key, total, layer, stride,
+     scale_offset, scale_bytes, origin) = RECORD.unpack_from(data)  # fmt: skip
+    return bool(
+        (magic, version, generation, segment, at) == (RECORD_MAGIC, life.version, life.generation, life.segment, offset)
+        and (digest, key, total) == (block.namespace, block.key, block.block_sum)
+        and about == [Kind.BLOCK, block.codec, shape.header_bytes, shape.payload_bytes]
+        and (count, layer, stride) == (shape.layers, shape.layer_bytes, shape.layer_stride)
+        and (scale_offset, scale_bytes) == (shape.scale_offset, shape.scale_bytes)
+        and origin <= sequence
+        and offset + shape.length <= life.end_bytes
+        and xxhash.xxh3_64_intdigest(data[CHECKED_FROM : shape.header_bytes], life.seed) == checksum
+    )
+
+
+def _origin(origin: int, sequence: int, life: Life) -> int:
+    return (origin or sequence) if life.version > 1 else 0
+
+
+def _put(target: Bytes, fields: tuple[Any, ...], body: Bytes, life: Life) -> None:
     # By way of memoryviews: each assignment to an array would let go of the GIL, and wait to have it again.
-    data = target.data
+    data, end = target.data, RECORD.size + body.size
     RECORD.pack_into(data, 0, RECORD_MAGIC, 0, *fields)
     data[RECORD.size : end] = body.data
     data[end:] = _ZEROS[: len(data) - end]

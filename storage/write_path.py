@@ -15,7 +15,7 @@ from kvtierd.storage.pool import IoPool
 from kvtierd.storage.record import Kill, Kind
 from kvtierd.storage.ring import Ring
 from kvtierd.storage.segment import Segment, Unsynced, fingerprint
-from kvtierd.storage.writer import Draft, Run, block_draft, item_error, prepare_run, write_run
+from kvtierd.storage.writer import Draft, Run, block_draft, prepare_run, write_run
 
 MAX_PENDING_KILLS = 65_536
 """When so many blocks wait to be struck out, the disk takes nothing at all: no more writes are tried before it does."""
@@ -115,7 +115,6 @@ class WritePath:
 
     def _draft(self, item: WriteItem) -> Draft:
         draft = block_draft(item)
-        draft.error = item_error(item)
         if draft.error is None and item.namespace not in self._namespaces:
             draft.error = StorageError(f"namespace {item.namespace.hex()[:16]} is not registered with the store")
         return draft

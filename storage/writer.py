@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kvtierd.core.checksum import Bytes, block_sum, layer_sums
+from kvtierd.core.checksum import Bytes, block_sum
 from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.core.keys import KEY_BYTES
-from kvtierd.core.stored_form import Codec, form_of
 from kvtierd.core.units import KIB, MIB
 from kvtierd.storage.buffers import HEADERS_BYTES, Scratch
+from kvtierd.storage.hashing import sums_of_blocks
 from kvtierd.storage.interface import DiskError, WriteItem
 from kvtierd.storage.io import write_exact
-from kvtierd.storage.layout import block_shape, codec_problem, header_bytes
-from kvtierd.storage.record import Kill, Kind, Life, RecordHeader, encode
+from kvtierd.storage.layout import BlockShape, header_bytes, shape_of
+from kvtierd.storage.record import BlockFields, Kill, Kind, Life, RecordHeader, encode, encode_block
 from kvtierd.storage.segment import Segment
 
 RUN_BYTES = 4 * MIB + 64 * KIB
@@ -33,7 +33,8 @@ EMPTY = np.empty(0, np.uint8)
 class Draft:
     """A record on its way: `body` and `item` are what it will hold, the rest is known once it has a place.
 
-    `length` counts header and payload. `error` is why it was not written; `segment` is -1 while it has no place.
+    `shape` is the block's; `length` counts header and payload. `error` is why it was not written; `segment` is -1 while
+    it has no place.
     """
 
     kind: Kind
@@ -43,6 +44,7 @@ class Draft:
     body: Bytes = dataclasses.field(default_factory=lambda: EMPTY)
     count: int = 0
     item: WriteItem | None = None
+    shape: BlockShape | None = None
     kills: Sequence[Kill] = dataclasses.field(default=())
     segment: int = -1
     life: Life | None = None
@@ -88,8 +90,8 @@ def prepare_run(run: Run, memory: Bytes) -> None:
     """
     run.memory = memory
     used = 0
+    _verify_sources(run.drafts)
     for draft in run.drafts:
-        draft.error = _source_error(draft)
         if draft.error is None:
             _encode(draft, run.life, memory[used : used + draft.header_bytes])
         used += draft.header_bytes
@@ -106,11 +108,8 @@ def write_run(run: Run, scratch: Scratch) -> None:
                 draft.error = DiskError(f"cannot write {draft.length} bytes to {where}: {error.strerror or error}")
 
 
-def item_error(item: WriteItem) -> StorageError | None:
+def _item_error(item: WriteItem, shape: BlockShape) -> StorageError | None:
     """Why an item cannot be a record at all: its arrays do not fit its geometry, or its key is none."""
-    if problem := codec_problem(item.geometry, item.codec):
-        return StorageError(problem)
-    shape = block_shape(item.geometry, item.codec)
     if item.data.shape != (shape.payload_bytes,) or item.data.dtype != np.uint8:
         return StorageError(
             f"block data is {item.data.dtype}{item.data.shape}; uint8({shape.payload_bytes},) is wanted"
@@ -122,17 +121,20 @@ def item_error(item: WriteItem) -> StorageError | None:
     return None
 
 
-def _source_error(draft: Draft) -> StorageError | None:
-    item = draft.item
-    if item is None:
-        return None
-    found = layer_sums(item.data, form_of(item.geometry, item.codec))
-    if np.array_equal(found, item.sums):
-        return None
-    layer = int(np.flatnonzero(found != item.sums)[0])
-    return CorruptionError(
-        f"block {item.key.hex()[:16]} changed before it was stored: the sum of layer {layer} differs"
-    )
+def _verify_sources(drafts: list[Draft]) -> None:
+    """Set the error of blocks whose bytes are not those of their sums."""
+    groups: dict[BlockShape, list[tuple[Draft, WriteItem]]] = {}
+    for draft in drafts:
+        if draft.item is not None and draft.shape is not None:
+            groups.setdefault(draft.shape, []).append((draft, draft.item))
+    for shape, blocks in groups.items():
+        found = sums_of_blocks([item.data for _, item in blocks], shape)
+        for sums, (draft, item) in zip(found, blocks, strict=True):
+            if sums.tobytes() != item.sums.tobytes():
+                layer = int(np.flatnonzero(sums != item.sums)[0])
+                draft.error = CorruptionError(
+                    f"block {item.key.hex()[:16]} changed before it was stored: the sum of layer {layer} differs"
+                )
 
 
 def _pieces(drafts: list[Draft]) -> Iterator[tuple[list[Draft], int]]:
@@ -169,33 +171,17 @@ def _encode(draft: Draft, life: Life, page: Bytes) -> None:
         )
         encode(header, draft.body, life, page)
         return
-    shape = block_shape(item.geometry, item.codec)
+    assert draft.shape is not None
     draft.block_sum = block_sum(item.sums)
-    header = RecordHeader(
-        Kind.BLOCK,
-        draft.offset,
-        draft.sequence,
-        draft.header_bytes,
-        payload_bytes=shape.payload_bytes,
-        count=shape.layers,
-        namespace=item.namespace,
-        key=item.key,
-        block_sum=draft.block_sum,
-        layer_bytes=shape.layer_bytes,
-        layer_stride=shape.layer_stride,
-        codec=item.codec,
-        scale_offset=shape.scale_offset,
-        scale_bytes=shape.scale_bytes,
-        origin=draft.origin,
-    )
-    encode(header, np.ascontiguousarray(item.sums, "<u8").view(np.uint8), life, page)
+    fields = BlockFields(item.namespace, item.key, draft.block_sum, draft.shape, item.codec)
+    encode_block(fields, item.sums, draft.offset, draft.sequence, draft.origin, life, page)
 
 
 def block_draft(item: WriteItem) -> Draft:
-    """A block's record; for a codec that its geometry does not have, `item_error` says so."""
-    known = not codec_problem(item.geometry, item.codec)
-    shape = block_shape(item.geometry, item.codec if known else Codec.RAW)
-    return Draft(Kind.BLOCK, item.namespace, shape.header_bytes, shape.length, item=item)
+    """A block's record; its error is set where it cannot be one."""
+    shape, problem = shape_of(item.geometry, item.codec)
+    error = StorageError(problem) if problem else _item_error(item, shape)
+    return Draft(Kind.BLOCK, item.namespace, shape.header_bytes, shape.length, item=item, shape=shape, error=error)
 
 
 def header_draft(kind: Kind, namespace: bytes, body: Bytes, count: int, kills: Sequence[Kill] = ()) -> Draft:

@@ -107,6 +107,11 @@ class Forms:
         column = self._stored_sum if self.lossy[row] & TIER_NVME else self._table.block_sum
         return int(column[row])
 
+    def nvme_sums(self, rows: Rows) -> Sums:
+        """Block sums of the forms on nvme, [n]."""
+        exact = self._table.block_sum[rows]
+        return np.where(self.in_tier(rows, TIER_NVME), self._stored_sum[rows], exact) if self.seen else exact
+
     def host_sum(self, row: int) -> int:
         """Block sum of a block that is in host, decoded or never encoded."""
         column = self._decoded_sum if self.lossy[row] & TIER_HOST else self._table.block_sum

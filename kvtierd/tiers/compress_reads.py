@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvtierd.core.checksum import Sums, block_sums
 from kvtierd.core.errors import StorageError
+from kvtierd.core.keys import KEY_BYTES
 from kvtierd.core.stored_form import Codec
 from kvtierd.storage.interface import ReadItem
 from kvtierd.tiers.compress_work import Decoding, decode, in_pieces, shapes_of, tail
@@ -54,16 +55,26 @@ class Decoder:
             copies.counters["host_corrupt_blocks"] += damaged.size
             copies.drop_scattered(damaged)
 
-    def item(self, move: Move, index: int) -> ReadItem:
-        """What to read from nvme for a block of a move: into its slot, or what FP8 made of it into the end of it."""
-        copies, row, entry = self._copies, int(move.rows[index]), move.entry
-        out, sums, codec = copies.host.view(move.cls, int(move.slots[index])), move.sums[index], Codec.RAW
-        if move.lossy[index]:
-            out, codec = tail(out, shapes_of(entry.geometry).form), Codec.FP8_E4M3
-            sums = np.zeros_like(sums)
-        key, extent = copies.blocks.table.key[row].tobytes(), copies.extent(row, entry)
-        total = copies.shapes.forms.nvme_sum(row)
-        return ReadItem(entry.stored_digest, key, entry.geometry, extent, total, out, sums, codec)
+    def items(self, move: Move, places: npt.NDArray[np.intp]) -> list[ReadItem]:
+        """What to read from nvme for the blocks at these places of a move: each into its slot, or what FP8 made of it
+        into the end of it."""
+        copies, entry, rows = self._copies, move.entry, move.rows[places]
+        keys = copies.blocks.table.key[rows].tobytes()
+        items = [
+            ReadItem(entry.stored_digest, keys[at : at + KEY_BYTES], entry.geometry, extent, total, view, move.sums[i])
+            for at, extent, total, view, i in zip(
+                range(0, len(keys), KEY_BYTES),
+                copies.extents(rows, entry),
+                copies.shapes.forms.nvme_sums(rows).tolist(),
+                copies.host.views(move.cls, move.slots[places]),
+                places.tolist(),
+                strict=True,
+            )
+        ]
+        for item in (items[at] for at in np.flatnonzero(move.lossy[places]).tolist()):
+            item.out, item.codec = tail(item.out, shapes_of(entry.geometry).form), Codec.FP8_E4M3
+            item.sums = np.zeros_like(item.sums)
+        return items
 
     async def finish(
         self, move: Move, places: npt.NDArray[np.intp], items: list[ReadItem], errors: list[StorageError | None]

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from kvtierd.core.clock import Clock
+from kvtierd.core.stored_form import Codec
 from kvtierd.core.units import PAGE_BYTES
 from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME, TIERS, Tier
@@ -185,6 +186,15 @@ class Copies:
         offset = int(table.extent_page[row]) * PAGE_BYTES
         length = block_shape(entry.geometry, self.shapes.forms.nvme_codec(row)).length
         return Extent(int(table.segment[row]), offset, length)
+
+    def extents(self, rows: Rows, entry: NamespaceEntry) -> list[Extent]:
+        """Where rows of a namespace lie on disk, as `extent` of each."""
+        table, coded = self.blocks.table, self.shapes.forms.in_tier(rows, TIER_NVME)
+        lengths = [block_shape(entry.geometry, Codec.RAW).length] * rows.size
+        for i in np.flatnonzero(coded).tolist():
+            lengths[i] = block_shape(entry.geometry, Codec.FP8_E4M3).length
+        segments, pages = table.segment[rows].tolist(), table.extent_page[rows].tolist()
+        return [Extent(*place) for place in zip(segments, (page * PAGE_BYTES for page in pages), lengths, strict=True)]
 
     def keep_elsewhere(self, rows: Rows, tier: Tier) -> Rows:
         """Those rows that have a copy in a tier and another one elsewhere."""

@@ -141,6 +141,13 @@ class HostTier(SlotTier):
         assert chunk is not None
         return chunk.memory[begin : begin + cls.slot_bytes]
 
+    def views(self, cls: SlotClass, slots: Slots) -> list[Bytes]:
+        """The memory of slots, as `view` of each."""
+        size, slabs = cls.slot_bytes, self.pool.slabs_of(slots).tolist()
+        begins = self.pool.offsets(cls, slots).tolist()
+        memory = {slab: chunk.memory for slab in set(slabs) if (chunk := self._chunks[slab]) is not None}
+        return [memory[slab][begin : begin + size] for slab, begin in zip(slabs, begins, strict=True)]
+
     def describe(self, cls: SlotClass, slots: Slots, out: Descriptors) -> None:
         """Fill slot descriptors (SLOT_DTYPE) for the wire: chunk, offset, generation."""
         out["chunk"] = self.numbers[self.pool.slabs_of(slots)]

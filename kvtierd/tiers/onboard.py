@@ -209,7 +209,7 @@ class Onboarder:
         on_disk = np.flatnonzero(table.segment[move.rows] >= 0)
         try:
             if store is not None and on_disk.size:
-                items = [self._decoder.item(move, i) for i in on_disk.tolist()]
+                items = self._decoder.items(move, on_disk)
                 errors = await self._decoder.finish(move, on_disk, items, await self._read(store, items))
                 for i, error in zip(on_disk.tolist(), errors, strict=True):
                     move.good[i] = error is None

@@ -13,9 +13,11 @@ import dataclasses
 import logging
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtierd.core.clock import Clock
 from kvtierd.core.errors import CorruptionError, StorageError
+from kvtierd.core.keys import KEY_BYTES
 from kvtierd.core.stored_form import Codec
 from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.storage.interface import BlockStore, DegradedError, Extent, Extents, WriteItem
@@ -198,26 +200,17 @@ class WriteBehind:
         return _Batch(batch.entry, batch.cls, rows, slots, batch.number)
 
     async def _write(self, batch: _Batch) -> None:
-        copies, table, entry = self._copies, self._copies.blocks.table, batch.entry
+        copies, entry = self._copies, batch.entry
         compressor, encoded = self.compressor, None
         if compressor is not None:
             encoded = await compressor.before_offload(entry, batch.cls, batch.rows, batch.slots)
-        sums = copies.host.sums_of(batch.cls, batch.slots)
         alive = copies.blocks.live(batch.rows)
         if encoded is not None:
             alive &= ~encoded.withheld
-        keys = table.key[batch.rows]
-        items = [
-            WriteItem(
-                entry.stored_digest, keys[i].tobytes(), entry.geometry, copies.host.view(batch.cls, slot), sums[i], row
-            )
-            for i, (row, slot) in enumerate(zip(batch.rows.tolist(), batch.slots.tolist(), strict=True))
-            if alive[i]
-        ]
+        chosen = np.flatnonzero(alive)
+        items = self._items(batch, chosen)
         if compressor is not None and encoded is not None:
-            items = [
-                compressor.item(encoded, i, item) for i, item in zip(np.flatnonzero(alive).tolist(), items, strict=True)
-            ]
+            items = [compressor.item(encoded, i, item) for i, item in zip(chosen.tolist(), items, strict=True)]
         outcome: list[Extent | StorageError] = []
         try:
             outcome = await self._store.write(items)
@@ -225,9 +218,19 @@ class WriteBehind:
             outcome = [error] * len(items)
         finally:
             done: list[Extent | StorageError | None] = [None] * batch.rows.size
-            for i, result in zip(np.flatnonzero(alive).tolist(), outcome, strict=False):
+            for i, result in zip(chosen.tolist(), outcome, strict=False):
                 done[i] = result
             await self._finish(batch, done, encoded)
+
+    def _items(self, batch: _Batch, chosen: npt.NDArray[np.intp]) -> list[WriteItem]:
+        """These blocks of a batch as they lie in host."""
+        copies, entry, rows, slots = self._copies, batch.entry, batch.rows[chosen], batch.slots[chosen]
+        keys = copies.blocks.table.key[rows].tobytes()
+        views, sums = copies.host.views(batch.cls, slots), copies.host.sums_of(batch.cls, slots)
+        return [
+            WriteItem(entry.stored_digest, keys[at : at + KEY_BYTES], entry.geometry, view, own, row)
+            for at, view, own, row in zip(range(0, len(keys), KEY_BYTES), views, sums, rows.tolist(), strict=True)
+        ]
 
     async def _finish(
         self, batch: _Batch, outcome: list[Extent | StorageError | None], encoded: Encoded | None = None
