@@ -28,6 +28,7 @@ BENCHES: dict[str, str] = {
     "restart": "a restart and a kill -9 with a full host tier that outlives the daemon",
     "flood": "lookups while another client sends garbage at full rate, against quiet",
     "naive": "decoding against contiguous KV: whole-context copies, partial residency, growth by reallocation",
+    "sweep": "block sizes and prefetch windows under the four profiles, each with its own kind of load",
     "memory": "share of the memory taken that holds KV, against contiguous allocation",
     "peers": "the same stores and loads by LMCache, Mooncake and a plain copy, where installed (make bench-peers)",
     "start": "spawn to ready, and resident memory",
