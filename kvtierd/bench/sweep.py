@@ -1,4 +1,4 @@
-"""`kvtierctl bench sweep`: block sizes 64 to 512 and windows 0 to 5 under the four profiles, each with its kind of load.
+"""`kvtierctl bench sweep`: block sizes 64 to 512, windows 0 to 5, under the four profiles, each with its kind of load.
 
 A profile is a claim: for this kind of load these settings are better than the default ones. Each kind of load is run at
 every block size and window, with the profile's other settings, in daemons of its own; the figure is tokens a second.

@@ -65,7 +65,7 @@ def test_loads_read_what_they_stored_in_a_real_daemon(tmp_path: Path, monkeypatc
         "gpu__capacity": 0,
         "host__capacity": 64 << 20,
         "nvme__capacity": 256 << 20,
-        "host__chunk_bytes": 8 << 20,
+        "nvme__segment_bytes": 16 << 20,
     }
     with daemon_and_client(tmp_path, 1, **settings) as (_, client):
         for name, profile in sweep.PROFILES.items():
