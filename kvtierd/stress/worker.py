@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +19,7 @@ from kvtierd.core.geometry import Geometry
 from kvtierd.protocol.client import Client
 from kvtierd.stress.content import Content
 
+_PR_SET_PDEATHSIG = 1
 TIMEOUT_S = 60.0
 """Of every call: a stall is a slow figure, and no miss."""
 
@@ -67,8 +70,15 @@ def _jobs() -> dict[str, Job]:
     }
 
 
+def _die_with_the_parent() -> None:
+    """A parent that is killed closes our input, but in the midst of a job we would not look at it for minutes."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
 def main() -> int:
     """Work until the input ends."""
+    _die_with_the_parent()
     tools, jobs = Tools(json.loads(sys.argv[1])), _jobs()
     tools.tell(done="ready")
     for line in sys.stdin:
