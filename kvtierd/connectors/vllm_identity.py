@@ -71,14 +71,22 @@ def _revision(vllm_config: Any) -> str:
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format == "dummy":
         return f"dummy:{model.seed}"
-    path = Path(str(model.model))
+    return weights_revision(str(model.model), model.revision, load.download_dir)
+
+
+def weights_revision(model: str, revision: str | None = None, cache: str | None = None) -> str:
+    """Which weights a local path or a model of the hub are: their commit, else a fingerprint of their files.
+
+    Raises ValueError where neither is to be had.
+    """
+    path = Path(model)
     if path.exists():
         return commit_of(path.resolve() / "config.json") or fingerprint(path)
-    if commit := _hub_commit(str(model.model), model.revision, load.download_dir):
+    if commit := _hub_commit(model, revision, cache):
         return commit
     raise ValueError(
-        f"cannot tell which weights {model.model} are: they are no local folder and not in the hub's cache. "
-        'Name them: "kv_connector_extra_config": {"revision": "..."}'
+        f"cannot tell which weights {model} are: they are no local folder and not in the hub's cache. "
+        'Name them by the setting "revision"'
     )
 
 
