@@ -202,10 +202,11 @@ class KvtierdTier(SecondaryTierManager):
         wait(self._running)
 
     def shutdown(self) -> None:
-        """End the threads, when what is under way has ended, and the client."""
+        """End the threads, when what is under way has ended, and the client; let go of the CPU tier's memory."""
         self._lookups.shutdown()
         for pool in (self._loader, self._saver):
             pool.shutdown(cancel_futures=True)
+        self._chunks = np.empty((0, self.block_size_bytes), np.uint8)
         self._watch.close()
         self._objects.close()
         self._client.close()

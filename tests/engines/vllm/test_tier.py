@@ -240,3 +240,56 @@ def test_settings_that_do_not_exist_and_weights_that_nobody_knows_are_named(tier
         tier(memory(), endpont="")
     with pytest.raises(ValueError, match="cannot tell which weights nobody/knows are"):
         tier(memory(), of=spec(model="nobody/knows"), revision="")
+
+
+def managed(spec, tier, name):
+    """vLLM's tiering manager over its CPU tier of four chunks in shared memory, and ours."""
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+    from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+
+    region = SharedOffloadRegion(f"kvtierd-test-{name}", 4, 0, CHUNK, CHUNK)
+    primary = CPUPrimaryTierOffloadingManager(
+        num_chunks=4, cache_policy="lru", cache_policy_module_path=None, enable_events=False, mmap_region=region
+    )
+    return TieringOffloadingManager(primary, [tier(primary.get_kv_memoryview(), of=spec())]), primary
+
+
+def step(manager, requests=()):
+    from vllm.v1.kv_offload.base import ScheduleEndContext
+
+    manager.on_schedule_end(ScheduleEndContext(new_req_ids=list(requests), preempted_req_ids=[]))
+
+
+def test_behind_vllms_cpu_tier_chunks_are_found_by_another_engine(spec, tier, tmp_path):
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext
+
+    keys, context = some_keys(3), ReqContext("writes")
+    first, primary = managed(spec, tier, f"{tmp_path.name}-a")
+    first.on_new_request(context)
+    stored = first.prepare_store(keys, context)
+    rows = np.frombuffer(primary.get_kv_memoryview().cast("B"), np.uint8).reshape(-1, CHUNK)
+    for number, place in enumerate(stored.store_spec.block_ids):
+        rows[place] = number + 1
+    first.complete_store(keys, context)
+    step(first, ["writes"])
+    wait_for(lambda: step(first) or not first.has_pending_work())
+    first.on_request_finished(context)
+
+    second, primary = managed(spec, tier, f"{tmp_path.name}-b")
+    context = ReqContext("reads")
+    second.on_new_request(context)
+
+    def found():
+        answers = [second.lookup(key, context) for key in keys]
+        step(second)
+        return answers == [LookupResult.HIT] * 3
+
+    wait_for(found)
+    places = second.prepare_load(keys, context).block_ids
+    rows = np.frombuffer(primary.get_kv_memoryview().cast("B"), np.uint8).reshape(-1, CHUNK)
+    assert [set(rows[place].tolist()) for place in places] == [{1}, {2}, {3}]
+    second.complete_load(keys, context)
+    second.on_request_finished(context)
+    del rows
+    for manager in (first, second):
+        manager.shutdown()
