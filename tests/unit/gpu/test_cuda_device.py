@@ -66,7 +66,9 @@ def test_copies_across_the_edges_of_registered_pieces_are_cut(
     assert np.array_equal(memory[begin : begin + count], wanted)
 
 
-def test_memory_is_pinned_piece_by_piece_and_mapped_in_one_row(runtime: FakeRuntime, device: CudaDevice) -> None:
+def test_case_21_memory_is_pinned_piece_by_piece_and_mapped_in_one_row(
+    runtime: FakeRuntime, device: CudaDevice
+) -> None:
     memory = host_memory(runtime, 5)
     steps = device.register_pieces(memory)
     assert next(steps) == 2 * PAGE_BYTES
@@ -81,7 +83,7 @@ def test_memory_is_pinned_piece_by_piece_and_mapped_in_one_row(runtime: FakeRunt
         device.register_host(memory[1:])
 
 
-def test_memory_that_may_not_be_locked_is_left_unpinned_with_advice(
+def test_case_21_memory_that_may_not_be_locked_is_left_unpinned_with_advice(
     runtime: FakeRuntime, device: CudaDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime.pinnable_bytes = 3 * PAGE_BYTES
