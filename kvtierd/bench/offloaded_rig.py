@@ -14,9 +14,9 @@ import kvtierd.connectors.demo_rig  # noqa: F401 - sets what torch reads when it
 from kvtierd.bench.options import thread_count
 from kvtierd.bench.rows import BenchError
 from kvtierd.connectors.cache_tensors import LayerBuffers
+from kvtierd.connectors.kv_layout import SlotView
 from kvtierd.connectors.model_files import model_folder
 from kvtierd.connectors.model_identity import empty_cache
-from kvtierd.connectors.prefix_io import Counters, PrefixIo
 from kvtierd.connectors.transformers import OffloadedCache, register_offloaded_attention
 from kvtierd.core.geometry import Geometry
 from kvtierd.gpu.attend import Blocks, checked_query
@@ -25,6 +25,9 @@ from kvtierd.protocol.client import Client
 
 SHORT = 64
 """Tokens of the plain cache over which the model's own step is measured."""
+
+NAIVE_BYTES = 2 << 20
+"""Leased at a time by naive offload, and asked for while the batch before is copied: a quarter of a small host tier."""
 
 
 class Parts(NamedTuple):
@@ -112,14 +115,18 @@ class Past:
     def naive(self) -> None:
         """One token over a plain cache whose every byte is copied from the tiers first; of exact blocks only."""
         assert self._cache.blocks is not None
-        io = PrefixIo(self._client, self._cache.blocks.handle.namespace, Counters())
-        found = io.lookup(self._keys)
-        tokens = len(found) * self._shape.block_size
-        buffers = LayerBuffers(self._shape, tokens)
-        if io.read(self._keys, found, buffers.arrays) < len(self._keys):
-            raise BenchError("the daemon did not give back the whole past")
+        shape, keys = self._shape, self._keys
+        buffers, at = LayerBuffers(shape, len(keys) * shape.block_size), 0
+        batch = max(1, NAIVE_BYTES // shape.slot_bytes)
+        for lease in self._client.leases(self._cache.blocks.handle, keys, batch=batch):
+            for view, sums in zip(lease.views, lease.sums, strict=True):
+                if not SlotView(view, shape).read(buffers.arrays, at * shape.block_size, sums):
+                    raise BenchError(f"block {at} of the past does not match its checksums")
+                at += 1
+        if at < len(keys):
+            raise BenchError(f"the daemon gave back {at} of {len(keys)} blocks of the past")
         cache = empty_cache(self._model.net)
-        buffers.fill_cache(cache, tokens, ["cpu"] * self._shape.layers)
+        buffers.fill_cache(cache, at * shape.block_size, ["cpu"] * shape.layers)
         self._model.forward(cache, "sdpa")
 
     def compute(self) -> None:

@@ -144,8 +144,7 @@ class OffloadedCache(Cache):
         first, begins = self._tails.first, torch.from_numpy(self._rows.begins)
         if self._rows.table.is_empty:
             return plain_attention(query, key, value, scale, first, mask.q_offset, begins)
-        assert self._rows.past is not None
-        with contextlib.closing(self._rows.past.begin(index, as_queries(query), scale)) as pending:
+        with contextlib.closing(self._rows.attended().begin(index, as_queries(query), scale)) as pending:
             allowed = visible(first, key.shape[2], mask.q_offset, query.shape[2], begins, key.device)
             output, lse = attention_with_lse(query, key, value, scale, allowed)
             merged = output.detach().cpu().numpy()

@@ -43,18 +43,16 @@ class Past:
         self.counters = {"attends": 0, "sequences": 0}
 
     def follow(self, runs: Sequence[Run]) -> None:
-        """Have sequences over these runs: what grew is extended, what is new is opened, what is over is closed."""
-        before, self._open = self._open, {}
-        try:
-            for run in runs:
-                first = int(run.blocks[0])
-                self._open[first] = self._followed(before.pop(first, None), run)
-        except BaseException:
-            before.update(self._open)
-            self._open = before
-            raise
+        """Have sequences over these runs: what grew is extended, what is new is opened, what is over is closed.
+
+        Raises OffloadError; then it is as it was before.
+        """
+        following = {int(run.blocks[0]): self._followed(self._open.get(int(run.blocks[0])), run) for run in runs}
+        before, self._open = self._open, following
+        kept = {id(item.sequence) for item in following.values()}
         for item in before.values():
-            item.sequence.close()
+            if id(item.sequence) not in kept:
+                item.sequence.close()
 
     def begin(self, layer: int, q: Array, scale: float) -> PendingPast:
         """Ask for attention of q ([rows, queries, heads, k_dim], float32, float16, or bf16 as uint16) over the past.
@@ -67,9 +65,14 @@ class Past:
 
     def ask(self, layer: int, q: Array, scale: float, asked: Sequence[tuple[_Open, slice]]) -> AttendMany:
         """Send the requests."""
-        options = Options(scale=scale, causal=False)
+        size = self._blocks.geometry.block_size
         asks = [
-            item.sequence.ask(layer, q[item.run.rows, piece].reshape(-1, *q.shape[2:]), options)
+            item.sequence.ask(
+                layer,
+                q[item.run.rows, piece].reshape(-1, *q.shape[2:]),
+                # A sequence may know more blocks than the run has: those of a change that failed half way.
+                Options(scale=scale, causal=False, lengths=(len(item.run.blocks) * size,)),
+            )
             for item, piece in asked
         ]
         self.counters["attends"] += len(asks)
@@ -90,7 +93,6 @@ class Past:
             known = len(item.run.blocks)
             if np.array_equal(item.run.blocks, run.blocks[:known]) and self._extended(item, run.blocks[known:]):
                 return _Open(run, item.sequence)
-            item.sequence.close()
         keys = self._blocks.keys(run.blocks)
         self.counters["sequences"] += 1
         timeout_s = self._blocks.timeout_s

@@ -37,6 +37,8 @@ class Rows:
         self.past: Past | None = None
         self.table = BlockTable(0)
         self.pads: Numbers = np.zeros(0, np.int64)
+        self._behind = False
+        """Whether the sequences are those of an earlier table: the daemon was away when it changed."""
 
     @property
     def count(self) -> int:
@@ -86,6 +88,7 @@ class Rows:
                 table.append(row, numbers)
             blocks.store(fresh)
             past.follow(table.runs())
+            self._behind = False
         except BaseException:
             blocks.forget(item.number for item in fresh)
             raise
@@ -120,7 +123,7 @@ class Rows:
     def reset(self) -> None:
         """Forget everything, here and in the daemon."""
         self._tails.reset()
-        self.table, self.pads = BlockTable(0), np.zeros(0, np.int64)
+        self.table, self.pads, self._behind = BlockTable(0), np.zeros(0, np.int64), False
         if self.past is not None and self.blocks is not None:
             self.past.close()
             self.blocks.retain(np.empty(0, np.int64))
@@ -148,10 +151,19 @@ class Rows:
             )
         return self.blocks, self.past
 
+    def attended(self) -> Past:
+        """The past, as attention may be asked over it: over what the table says. Raises OffloadError."""
+        if self._behind:
+            self._follow()
+        assert self.past is not None
+        return self.past
+
     def _follow(self) -> None:
         """The table is another one: rows moved or were cut."""
         if self.blocks is not None and self.past is not None:
+            self._behind = True
             self.past.follow(self.table.runs())
+            self._behind = False
             self.blocks.retain(self.table.live())
 
 

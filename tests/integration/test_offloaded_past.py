@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtierd import Client
+from kvtierd import Client, Unavailable
 from kvtierd.connectors.kv_layout import LayerKv
 from kvtierd.connectors.offloaded_past import Past
 from kvtierd.connectors.offloaded_store import NewBlock, OffloadedBlocks, OffloadError
@@ -127,6 +127,40 @@ def test_a_run_that_can_not_be_extended_is_opened_anew(tmp_path: Path) -> None:
         q = np.ones((1, 1, HEADS, SHAPE.k_dim), np.float32)
         assert relative_error(attend(past, q, 1)[0][0], reference(q[0], numbers.tolist(), 1)[0]) <= 1e-5
         assert past.counters["sequences"] == 2
+
+
+def test_a_change_that_fails_half_way_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run was extended when another could not be opened: attention is over what it was over before."""
+    with EmbeddedDaemon(tmp_path, **SMALL) as daemon, connect(daemon) as client:
+        blocks = made(client)
+        table, past = BlockTable(2), Past(blocks)
+        one, two, more = blocks.new(3), blocks.new(2), blocks.new(2)
+        for numbers in (one, two, more):
+            blocks.store(fresh(numbers))
+        table.append(0, one)
+        past.follow(table.runs())
+        q = np.random.default_rng(4).standard_normal((2, 1, HEADS, SHAPE.k_dim)).astype(np.float32)
+        table.append(0, more)
+        table.append(1, two)
+
+        def refuse(*_arguments: object, **_options: object) -> None:
+            raise Unavailable("not now")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(client, "open_sequence", refuse)
+            patched.setattr(blocks, "timeout_s", 0.1)
+            with pytest.raises(OffloadError, match="not now"):
+                past.follow(table.runs())
+        output, lse = attend(past, q, 0)
+        assert relative_error(output[0], reference(q[0], one.tolist(), 0)[0]) <= 1e-5
+        assert np.isneginf(lse[1]).all()
+        past.follow(table.runs())
+        output, _ = attend(past, q, 0)
+        for row, numbers in enumerate((np.concatenate([one, more]), two)):
+            assert relative_error(output[row], reference(q[row], numbers.tolist(), 0)[0]) <= 1e-5
+        past.close()
+        client.ping()
+        assert client.stats()["sequences"] == 0
 
 
 def test_without_nvme_blocks_are_pinned_as_far_as_pins_go(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from kvtierd import Client
 from kvtierd.connectors.transformers import OffloadedCache, OffloadError
@@ -71,6 +72,35 @@ def test_without_a_daemon_there_is_an_error_and_no_token_and_later_it_goes_on(
     # What was computed before is kept; asked for the rest, it answers the same.
     rest = {**GREEDY, "max_new_tokens": 320 - length - 1}
     assert torch.equal(offloaded_model.generate(expected[:, : length + 1], past_key_values=cache, **rest), expected)
+
+
+def test_rows_that_moved_while_the_daemon_was_away_are_followed_later(
+    new_cache: NewCache,
+    offloaded_model: Any,
+    model: Any,
+    text_ids: torch.Tensor,
+    daemon: EmbeddedDaemon,
+    await_daemon: Callable[[], None],
+) -> None:
+    cache, plain = new_cache(timeout_s=0.3), DynamicCache(config=model.config)
+    fork = torch.cat([text_ids[:, :100], text_ids[:, 300:400]], dim=1)
+    both = torch.cat([text_ids[:, :200], fork])
+    token, other = both[:, -1:], torch.tensor([1, 1])  # what the rows share, and what row 1 has, becomes one run
+    with torch.no_grad():
+        offloaded_model(input_ids=both, past_key_values=cache, use_cache=True)
+        model(input_ids=both, past_key_values=plain, use_cache=True)
+        plain.reorder_cache(other)
+        expected = model(input_ids=token, past_key_values=plain, use_cache=True).logits
+        daemon.kill()
+        try:
+            with pytest.raises(OffloadError):
+                cache.reorder_cache(other)
+        finally:
+            daemon.start()
+        await_daemon()
+        cache.blocks.timeout_s = 30
+        found = offloaded_model(input_ids=token, past_key_values=cache, use_cache=True).logits
+    assert float((found - expected).abs().max()) < 1e-3
 
 
 def test_a_damaged_block_is_an_error(tmp_path: Path, offloaded_model: Any, text_ids: torch.Tensor) -> None:
