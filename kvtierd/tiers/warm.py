@@ -135,7 +135,7 @@ class Warm(Cold):
                 used.append(kept)
         if self._before is not None:
             recalled = self._memory.recall_forms(self._before)
-            used += [slots for *_, slots in recalled]
+            used += [slots for *_, slots in recalled] + self._memory.recall_extents(self._before)
             self._copies.counters["warm_adopted_blocks"] += self._copies.shapes.forms.count
             ours += [one for one in recalled if self._host.unverified.among(one[3]).any()]
             self._memory.recall_uses(self._before, now_ns)

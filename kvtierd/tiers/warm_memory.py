@@ -24,8 +24,9 @@ from kvtierd.tiers.blocks import RESIDENT, RETURNED, VISIBLE, Rows
 from kvtierd.tiers.compress_forms import COMPRESSED, EXTENT
 from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.namespaces import NamespaceEntry
+from kvtierd.tiers.warm_extents import extents_of, recall_extents
 from kvtierd.tiers.warm_host import WarmHostTier
-from kvtierd.tiers.warm_snapshot import FORM, USE, Forms, Pins, Snapshot, SnapshotFile
+from kvtierd.tiers.warm_snapshot import FORM, USE, Extent, Forms, Pins, Snapshot, SnapshotFile
 from kvtierd.tiers.workers import Workers
 
 _log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Memory:
         self._next_ns = 0
         self._uses: list[Uses] = []
         self._forms: list[Forms] = []
+        self._extents: list[Extent] = []
         self._writing: asyncio.Task[None] | None = None
 
     # Taking it
@@ -70,7 +72,7 @@ class Memory:
         """Take the last one, of everything as it is now."""
         if self._writing is not None:
             await asyncio.gather(self._writing, return_exceptions=True)
-        self._uses, self._forms = [], []
+        self._uses, self._forms, self._extents = [], [], []
         for _ in self._look():
             pass
         await self._write(self._made(pins, 1 << 62))
@@ -86,8 +88,15 @@ class Memory:
         uses = np.concatenate([*self._uses, np.empty(0, USE)])
         policy = self._host.policy
         learned = policy.model.learned(learned_bytes) if isinstance(policy, ReturnEviction) else {}
-        made = Snapshot(version=__version__, uses=uses.tobytes(), forms=self._forms, pins=pins, learned=learned)
-        self._uses, self._forms = [], []
+        made = Snapshot(
+            version=__version__,
+            uses=uses.tobytes(),
+            forms=self._forms,
+            extents=self._extents,
+            pins=pins,
+            learned=learned,
+        )
+        self._uses, self._forms, self._extents = [], [], []
         return made
 
     def _look(self) -> Iterator[None]:
@@ -110,6 +119,10 @@ class Memory:
         whole &= (table.flags[rows] & (VISIBLE | TIER_HOST)) == (VISIBLE | TIER_HOST)
         if np.count_nonzero(whole):
             self._uses.append(self._uses_of(slots[whole], rows[whole]))
+        if self._copies.shapes.extents:
+            other = (marks & EXTENT != 0) & (marks & COMPRESSED == 0)
+            mine = slots[other]
+            self._extents += extents_of(self._copies, self._places(mine).tolist(), rows[other], mine, cls)
         forms = self._copies.shapes.forms
         if not forms.seen:
             return
@@ -212,6 +225,10 @@ class Memory:
                 copies.shapes.forms.settle(cls, rows, forms, slots[mine])
             self._host.release(cls, slots[mine])
             yield spaces[number], cls, rows, slots[mine]
+
+    def recall_extents(self, snapshot: Snapshot) -> list[Slots]:
+        """Blocks that lay in extents of other sizes do so again; the slots of these. After all others were entered."""
+        return recall_extents(self._copies, self._host, snapshot.extents, self.slots_at)
 
     def recall_uses(self, snapshot: Snapshot, now_ns: int) -> None:
         """Blocks that have been entered have their heat and uses again, and eviction knows what it had learned."""

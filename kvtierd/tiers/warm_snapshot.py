@@ -75,6 +75,20 @@ class Forms(msgspec.Struct, frozen=True):
     sums: bytes
 
 
+class Extent(msgspec.Struct, frozen=True, kw_only=True):
+    """An extent of another size: `tokens` of a block from `first` on, or several blocks. Keys are [n, 32], block sums
+    u64 [n], layer sums u64 [layers]."""
+
+    place: int
+    generation: int
+    namespace: int
+    first: int
+    tokens: int
+    keys: bytes
+    block_sums: bytes
+    sums: bytes
+
+
 class Pins(msgspec.Struct, frozen=True):
     """Blocks of one namespace that operators pinned: keys [n, 32]."""
 
@@ -89,6 +103,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
     uses: bytes = b""
     forms: list[Forms] = []
+    extents: list[Extent] = []
     pins: list[Pins] = []
     learned: dict[str, bytes] = {}
 

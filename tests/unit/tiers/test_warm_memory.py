@@ -12,6 +12,7 @@ from kvtierd.policy.return_eviction import ReturnEviction
 from kvtierd.protocol import messages as m
 from kvtierd.testing.held_files import HeldFiles
 from kvtierd.testing.lives import fetched, life, on_loop, until
+from kvtierd.testing.parts import Stored
 from kvtierd.testing.rig import make_keys
 from kvtierd.tiers.operator import Selection
 from kvtierd.tiers.warm_host import Kept
@@ -245,6 +246,43 @@ async def test_damaged_form_is_found_when_it_is_decoded(files):
         found, _ = await rig.fetch(session, number, keys)
         assert len(found) == 1
         rig.check_accounts()
+
+
+@pytest.mark.parametrize("parts", [[128, 128, 256, 64, 192, 256], [512, 512], [64] * 16, [256, 512, 256]])
+@on_loop
+async def test_extents_of_other_sizes_are_where_they_were(files, parts):
+    async with Stored(kept=Kept(files, files.passed())) as stored:
+        assert await stored.reshape(parts) == 4
+        extents = stored.rig.manager.copies.shapes.extents
+    for _ in range(2):
+        async with Stored(kept=Kept(files, files.passed())) as stored:
+            assert await stored.rig.lookup(stored.session, stored.number, stored.keys) == 4
+            assert stored.rig.manager.copies.shapes.extents == extents
+            for begin, end in ((0, 1024), (100, 101), (500, 900)):
+                await stored.part_is_right(begin, end)
+            stored.rig.check_accounts()
+    async with Stored(kept=Kept(files, files.passed())) as stored:
+        await stored.whole_is_right()
+        assert stored.rig.manager.copies.shapes.extents == 0
+
+
+@on_loop
+async def test_block_of_which_a_part_is_gone_does_not_come_back_in_parts(files):
+    async with Stored(kept=Kept(files, files.passed())) as stored:
+        await stored.reshape([64, 192], stored.keys[:1])
+        stored.rig.manager.tick()
+        stored.rig.manager.tick()
+        await stored.rig.manager._warm._memory._writing
+        copies = stored.rig.manager.copies
+        row = copies.blocks.row_of(stored.keys[:1], 0)
+        place = int(copies.shapes.pieces(np.array([row], np.int32), 256, 0, 64)[0, 2])
+        slot = copies.blocks.table.host_slot[[place]]
+        copies.evict_host(copies.host.pool.class_of(int(slot[0])), slot)
+        crashed = files.snapshot()
+    async with Stored(kept=Kept(crashed, crashed.passed())) as stored:
+        stored.rig.check_accounts()
+        await stored.whole_is_right()  # it was stored anew
+    crashed.close()
 
 
 def test_snapshot_is_whole_or_the_one_before():
