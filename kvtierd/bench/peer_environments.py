@@ -5,8 +5,13 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-ENVIRONMENTS = {"lmcache": ".venv-engines-lmcache", "mooncake": ".venv-peers-mooncake", "vllm": ".venv-engines-vllm"}
-PROGRAMS = {"lmcache": "lmcache", "mooncake": "mooncake_master", "vllm": "python"}
+ENVIRONMENTS = {
+    "lmcache": ".venv-engines-lmcache",
+    "mooncake": ".venv-peers-mooncake",
+    "vllm": ".venv-engines-vllm",
+    "transformers": ".venv-engines-transformers",
+}
+PROGRAMS = {"lmcache": "lmcache", "mooncake": "mooncake_master", "vllm": "vllm", "transformers": "python"}
 """What must be there for a peer to count as installed."""
 
 

@@ -5,7 +5,8 @@ alternate with ours. LMCache's server in CPU mode moves requests of 128 MiB (4,0
 its client, with files behind; ours the same through our client, with the nvme tier behind: both hash what they move.
 Mooncake Store moves objects of 2 MiB over TCP on this host, unverified in its time; ours are verified within it.
 LMCache's adapters of files load objects of 2 MiB from the page cache; ours come once from host and once from nvme, past
-the page cache. The naive baseline copies whole contexts between private memory, and hashes nothing.
+the page cache. vLLM answers prompts that come again, by its ExampleConnector and by ours (not with `quick`: an engine
+takes half a minute to start). The naive baseline copies whole contexts between private memory, and hashes nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kvtierd.bench.options import Options, need_memory, thread_count
 from kvtierd.bench.peer_environments import interpreter
 from kvtierd.bench.peer_lmcache import CHUNK_TOKENS, LAYERS, REQUEST_TOKENS, lmcache_server, load_rate, median
 from kvtierd.bench.peer_mooncake import mooncake
+from kvtierd.bench.peer_vllm import PROMPT_TOKENS, example_connector, first_token_s, our_connector
 from kvtierd.bench.rounds import alternate, timed
 from kvtierd.bench.rows import BenchError, Row, make_row
 from kvtierd.bench.workload import BLOCK_BYTES, LARGE, daemon_and_client, expect, namespace, random_keys
@@ -40,6 +42,7 @@ REQUEST_BLOCKS = REQUEST_TOKENS // CHUNK_TOKENS
 REQUEST_BYTES = REQUEST_BLOCKS * REQUEST.block_bytes
 OBJECTS = 64
 LOOKUPS = 200
+PROMPTS = 3
 FASTER = ">= 5"
 
 assert REQUEST_BYTES == 128 * MIB
@@ -120,7 +123,7 @@ class Naive:
 
 def rows(options: Options) -> Iterator[Row]:
     """Measure against each peer that is installed, and the baseline. BenchError where no peer is."""
-    peers = {name: interpreter(name) for name in ("lmcache", "mooncake")}
+    peers = {name: interpreter(name) for name in ("lmcache", "mooncake", "vllm")}
     if not any(peers.values()):
         raise BenchError("no peer is installed in an environment here: run `make bench-peers`")
     need_memory(5 * GIB)
@@ -135,6 +138,8 @@ def rows(options: Options) -> Iterator[Row]:
                 yield from _mooncake_rows(python, ours, options.rounds(7, 3))
             if (python := peers["lmcache"]) is not None:
                 yield from _adapter_rows(python, folder, ours, options.rounds(5, 3))
+        if (python := peers["vllm"]) is not None and not options.quick:
+            yield from _vllm_rows(python, folder)
 
 
 @contextlib.contextmanager
@@ -211,6 +216,23 @@ def _adapter_rows(python: Path, folder: Path, ours: Ours, rounds: int) -> Iterat
             yield _rate(
                 f"load of {OBJECTS} objects of 2 MiB from {tier}", ours.bytes, seconds, ours.bytes / rate, name, ""
             )
+
+
+def _vllm_rows(python: Path, folder: Path) -> Iterator[Row]:
+    settings = {"gpu__capacity": 0, "host__capacity": GIB, "nvme__capacity": 2 * GIB}
+    with daemon_and_client(folder / "vllm", default_threads(), **settings) as (daemon, _):
+        ours_cold, ours = first_token_s(python, folder / "ours.log", our_connector(daemon.endpoint), PROMPTS)
+    files = example_connector(folder / "files")
+    cold, theirs = first_token_s(python, folder / "files.log", files, PROMPTS)
+    for what, mine, other in (("comes again", ours, theirs), ("is new", ours_cold, cold)):
+        yield make_row(
+            "peers",
+            f"vLLM on CPUs: first token of a prompt of {PROMPT_TOKENS:,} tokens that {what}",
+            mine * 1e3,
+            "ms",
+            reference=other * 1e3,
+            reference_name="vLLM's ExampleConnector (files)",
+        )
 
 
 def _rate(metric: str, size: int, seconds: float, other_seconds: float, name: str, goal: str) -> Row:
