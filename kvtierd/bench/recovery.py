@@ -12,7 +12,7 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvtierd.bench.options import Options
@@ -38,7 +38,7 @@ def rows(options: Options) -> Iterator[Row]:
     yield from _rows(BLOCKS, ends, ("<= 0.5", "<= 1", ""))
 
 
-def _rows(blocks: int, ends: list[tuple[float, ...]], goals: tuple[str, ...] = ("", "", "")) -> Iterator[Row]:
+def _rows(blocks: int, ends: Sequence[tuple[float, ...]], goals: tuple[str, ...] = ("", "", "")) -> Iterator[Row]:
     kinds = ("clean checkpoint", "after kill -9", "full scan of headers")
     for kind, seconds, goal in zip(kinds, zip(*ends, strict=True), goals, strict=True):
         yield make_row("recovery", f"{blocks:,} blocks, {kind}", statistics.median(seconds), "s", goal=goal)
