@@ -123,6 +123,8 @@ class Attention:
 
     async def _attend(self, session: Session, sequence: OpenedSequence, request: Attend, frames: Frames) -> Answer:
         self._admit(session)
+        if sequence.closed:  # between being asked for and being begun; what it held has been given back
+            raise RequestError(ErrorCode.NOT_YOURS, f"sequence {sequence.id} ended before attention over it began")
         begin_ns, counters, tally = self._clock.now_ns(), self._copies.counters, Tally()
         self._running[session.id] += 1
         self.sequences.begin_call(sequence)

@@ -86,6 +86,7 @@ class Attacker:
         self._client.send(encode(Stats(id=marker, epoch=self._client.epoch)))
         while True:
             reply, _ = self._client.receive()
+            self.garbage.note(reply)
             if isinstance(reply, ErrorReply) and reply.code == ErrorCode.INTERNAL:
                 yield f"an internal error was the answer to one of {count} messages: {reply.message}"
             if reply.id == marker:
@@ -124,7 +125,9 @@ def run(unit: Unit) -> Iterator[str]:
         yield from _grown(before, _held(daemon.pid))
     if daemon.exit_code:
         yield f"the daemon ended with {daemon.exit_code}"
-    yield from complaints(daemon.log_path)
+    # Garbage commits slots with sums of other bytes; that the daemon finds out and says so is as it should be.
+    lied = "changed before it was stored"
+    yield from (line for line in complaints(daemon.log_path) if lied not in line or "namespace=garbage" not in line)
 
 
 def _arena_of(endpoint: str) -> socket.socket:

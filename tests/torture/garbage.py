@@ -38,6 +38,7 @@ class Garbage:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.epoch = 0
+        self.granted: dict[str, list[int]] = {"namespace": [], "lease": [], "reservation": [], "sequence": []}
         self.kinds: list[Callable[[], Message]] = [self.noise, self.mutated, self.misframed, self.maps, self.right]
 
     def message(self) -> Message:
@@ -110,26 +111,35 @@ class Garbage:
         request, frames = self.request(count)
         request.id = self.rng.randrange(1, 1 << 40)
         request.epoch = self.epoch if self.rng.random() < 0.95 else self.rng.randrange(1 << 32)
-        request.deadline_ns = self.rng.choice((0, 1, 1 << 62))
+        request.deadline_ns = self.rng.choices((0, 1, 1 << 62), (1, 1, 18))[0]
         return [encode(request), *frames]
 
-    def number(self) -> int:
-        """Of a namespace, lease, reservation or sequence: a small one, and now and then an absurd one."""
-        return self.rng.choice(EDGES) & ((1 << 63) - 1) if self.rng.random() < 0.1 else self.rng.randrange(1, 5)
+    def note(self, reply: m.AnyReply) -> None:
+        """Remember what was granted, so that later requests are about it."""
+        for kind in self.granted:
+            if number := getattr(reply, kind, 0):
+                self.granted[kind] = [*self.granted[kind][-7:], number]
+
+    def number(self, kind: str) -> int:
+        """Of a namespace, lease, reservation or sequence: mostly one that was granted, now and then an absurd one."""
+        if self.rng.random() < 0.1 or not self.granted[kind]:
+            return self.rng.choice(EDGES) & ((1 << 63) - 1)
+        return self.rng.choice(self.granted[kind])
 
     def request(self, count: int) -> tuple[m.AnyRequest, list[bytes]]:
         """A request of any kind about `count` blocks, and its frames."""
-        rng, number, keys = self.rng, self.number(), KEYS[: 32 * count]
+        rng, number, keys = self.rng, self.number("namespace"), KEYS[: 32 * count]
+        reservation, sequence = self.number("reservation"), self.number("sequence")
         flag = rng.random() < 0.5
         makers: list[Callable[[], tuple[m.AnyRequest, list[bytes]]]] = [
             lambda: (m.RegisterNamespace(id=0, namespace=SPACE, ttl_s=rng.randrange(2)), []),
             lambda: (m.Lookup(id=0, namespaces=[number] * count), [keys] * count),
             lambda: (m.Reserve(id=0, namespace=number), [keys]),
-            lambda: (m.Commit(id=0, reservation=number, verify=flag), [_SUMS.tobytes() * count, _WHOLE * count]),
-            lambda: (m.Abort(id=0, reservation=number), []),
+            lambda: (m.Commit(id=0, reservation=reservation, verify=flag), [_SUMS.tobytes() * count, _WHOLE * count]),
+            lambda: (m.Abort(id=0, reservation=reservation), []),
             lambda: (m.Acquire(id=0, namespace=number, ttl_ms=rng.randrange(20), verify=flag), [keys]),
             lambda: (m.AcquirePart(id=0, namespace=number, begin=rng.randrange(9), end=rng.randrange(300)), [keys]),
-            lambda: (m.Release(id=0, leases=[self.number() for _ in range(count)], quiet=flag), []),
+            lambda: (m.Release(id=0, leases=[self.number("lease") for _ in range(count)], quiet=flag), []),
             lambda: (m.Put(id=0, namespace=number), [keys, _WHOLE * count, *[BLOCK] * count]),
             lambda: (m.Get(id=0, namespace=number), [keys]),
             lambda: (m.Prefetch(id=0, namespace=number, tier=rng.choice(("gpu", "host", "nvme")), wait=flag), [keys]),
@@ -138,26 +148,27 @@ class Garbage:
             lambda: (m.Delete(id=0, namespace=number), [keys]),
             lambda: (m.Reshape(id=0, namespace=number, parts=[rng.choice((0, 64, 128, 512, -1))] * count), [keys]),
             lambda: (m.Purge(id=0, namespace=number, tiers=["host"] * flag), []),
-            lambda: (m.OpenSequence(id=0, namespace=number, ttl_ms=rng.randrange(50)), [keys]),
-            lambda: (m.Extend(id=0, sequence=number), [keys]),
-            lambda: self.attend(number),
-            lambda: (m.CloseSequence(id=0, sequences=[number], quiet=flag), []),
+            lambda: (m.OpenSequence(id=0, namespace=number, ttl_ms=rng.choice((0, 1, 20, 60_000))), [keys]),
+            lambda: (m.Extend(id=0, sequence=sequence), [keys]),
+            lambda: self.attend(sequence),
+            lambda: (m.CloseSequence(id=0, sequences=[sequence], quiet=flag), []),
             lambda: (m.Stats(id=0), []),
         ]
         return rng.choice(makers)()
 
-    def attend(self, number: int) -> tuple[m.AnyRequest, list[bytes]]:
+    def attend(self, sequence: int) -> tuple[m.AnyRequest, list[bytes]]:
         """Queries of the right size, mostly, over a sequence that may be there."""
-        rng, heads, queries = self.rng, self.rng.choice((1, 2, 4, 1 << 20)), self.rng.randrange(3)
-        layers = [rng.choice((0, 1, 2, -1)) for _ in range(rng.randrange(3))]
+        rng, queries = self.rng, self.rng.randrange(3)
+        heads = rng.choices((1, 2, 4, 1 << 20), (6, 6, 6, 1))[0]
+        layers = [rng.choices((0, 1, 2, -1), (9, 9, 1, 1))[0] for _ in range(rng.randrange(3))]
         request = m.Attend(
             id=0,
-            sequence=number,
+            sequence=sequence,
             layers=layers,
             queries=queries,
             heads=heads,
-            lengths=[rng.choice((0, 1, 63, 64, 200))] * rng.randrange(2),
+            lengths=[rng.choice((0, 1, 63, 64, 200))] * (rng.random() < 0.3),
             window=rng.choice((0, 5, 1 << 40)),
-            position=rng.choice((-1, 0, 1 << 40)),
+            position=rng.choices((-1, 0, 1 << 40), (6, 1, 1))[0],
         )
         return request, [bytes(2 * SHAPE.k_dim * queries * min(heads, 8))] * len(layers)

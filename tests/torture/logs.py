@@ -13,7 +13,7 @@ def complaints(log: Path) -> Iterator[str]:
     """Each kind of bad line in a daemon's log, once."""
     seen: set[str] = set()
     for line in log.read_text(errors="replace").splitlines():
-        kind = re.sub(r"\d+", "N", line)
+        kind = re.sub(r"\b[0-9a-f]*\d[0-9a-f]*\b", "N", line)
         if _BAD.search(line) and kind not in seen:
             seen.add(kind)
-            yield f"the daemon's log says {line[:200]!r}"
+            yield f"the daemon's log says {line[:300]!r}"
