@@ -71,7 +71,8 @@ def kernel(_settings: Settings) -> Iterator[Finding]:
 def permissions(settings: Settings) -> Iterator[Finding]:
     """The folders of the daemon, for whoever runs this."""
     places = Places.of(settings)
-    sockets = (("runtime folder", places.runtime), ("tenant's folder", places.tenant))
+    tenants = ((f"folder of {tenant.name}", tenant.path) for tenant in places.tenants)
+    sockets = (("runtime folder", places.runtime), *tenants)
     for name, folder in (*sockets, *(("data", folder) for folder in places.data)):
         try:
             mode = folder.stat()

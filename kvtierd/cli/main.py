@@ -34,6 +34,7 @@ COMMANDS = {
     "watch": Command("kvtierd.cli.watch", "show requests and blocks as they come and go"),
     "slowlog": Command("kvtierd.cli.slowlog", "show requests that took long"),
     "namespaces": Command("kvtierd.cli.namespaces", "show what the blocks belong to"),
+    "tenants": Command("kvtierd.cli.tenants", "show who is served, what each has, and its quotas"),
     "blocks": Command("kvtierd.cli.blocks", "show blocks, where they are and when they were used"),
     "pin": Command("kvtierd.cli.pin", "hold blocks in host"),
     "evict": Command("kvtierd.cli.evict", "drop copies of blocks in gpu or host"),

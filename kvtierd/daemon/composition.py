@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtierd.config.fields import split_folders
-from kvtierd.config.schema import Settings
+from kvtierd.config.schema import Settings, Tenant
 from kvtierd.core.clock import Clock, SystemClock
 from kvtierd.core.errors import ExitCode, StartupError
 from kvtierd.core.progress import Progress
@@ -108,6 +108,19 @@ class Daemon:
         counts = census.by_namespace.tolist()
         entries = self._manager.copies.namespaces.entries
         return [_described(entry, blocks) for entry, blocks in zip(entries, counts, strict=False)]
+
+    def tenants(self) -> list[dict[str, Any]]:
+        """Every tenant that is served, with what it has and may have."""
+        settings = self._manager.settings
+        names = dict.fromkeys([settings.server.tenant, *settings.tenants])
+        return [
+            {
+                "tenant": name,
+                "sessions": self._server.sessions_of(name),
+                **self._manager.quotas.described(name, settings.tenants.get(name, Tenant())),
+            }
+            for name in names
+        ]
 
     def hold_stores(self, *, yes: bool) -> None:
         """An operator's wish: take no more stores, or take them again."""

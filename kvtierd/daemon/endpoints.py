@@ -80,6 +80,10 @@ class Endpoints:
         """Clients that are connected."""
         return sum(len(server.sessions) for server in self._all())
 
+    def sessions_of(self, tenant: str) -> int:
+        """Clients of one tenant that are connected."""
+        return sum(peer.session.tenant == tenant for server in self._all() for peer in server.sessions)
+
     @property
     def sessions_opened_total(self) -> int:
         """Clients that ever were."""

@@ -55,6 +55,10 @@ class Viewed(Protocol):
         """Every namespace with its blocks."""
         ...
 
+    def tenants(self) -> list[dict[str, Any]]:
+        """Every tenant with what it has and may have."""
+        ...
+
     def hold_stores(self, *, yes: bool) -> None:
         """Take no more stores, or take them again."""
         ...
@@ -88,6 +92,7 @@ class Pages:
             ("GET", "/slowlog"): self.slowlog,
             ("GET", "/watch"): self.watch,
             ("GET", "/namespaces"): self.namespaces,
+            ("GET", "/tenants"): self.tenants,
             ("GET", "/drain"): self.draining,
             ("POST", "/drain"): self.drain,
             ("GET", "/blocks"): self.blocks,
@@ -157,6 +162,10 @@ class Pages:
             return _starting()
         census = await asyncio.to_thread(self.viewed.census)
         return _json({"namespaces": self.viewed.namespaces(census)})
+
+    async def tenants(self, _asked: Asked) -> Page:
+        """Every tenant with what it has and may have."""
+        return _starting() if self.viewed is None else _json({"tenants": self.viewed.tenants()})
 
     async def drain(self, asked: Asked) -> Page:
         """Take no more stores, or take them again (`?undo=1`)."""

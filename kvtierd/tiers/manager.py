@@ -148,7 +148,7 @@ class TierManager:
         self._admin = Admin(self.copies, self._onboarder, self._write_behind, pinned_max(settings))
         self.expiry = Expiry(self.copies, clock, self._admin.forget, settings.kv_cache_config.ttl_s)
         self.operator = Operator(self.copies, self._admin, self.expiry)
-        self._quotas = Quotas(settings, self.copies, self._room, self._write_behind, self._admin.forget)
+        self.quotas = Quotas(settings, self.copies, self._room, self._write_behind, self._admin.forget)
         self._ticker: asyncio.Task[None] | None = None
         self.reports: list[Callable[[], Mapping[str, Any]]] = []
         self._handlers = self._table()
@@ -199,7 +199,7 @@ class TierManager:
         self._attention.apply(settings)
         self._admin.pinned_bytes_max = pinned_max(settings)
         self.expiry.apply(settings.kv_cache_config.ttl_s)
-        self._quotas.apply(settings)
+        self.quotas.apply(settings)
 
     @property
     def progress(self) -> Progress:
@@ -251,7 +251,7 @@ class TierManager:
     def session_opened(self, session: Session) -> None:
         """A client said Hello."""
         session.state = SessionState()
-        session.quota = self._quotas.requests_of(session.tenant)
+        session.quota = self.quotas.requests_of(session.tenant)
 
     def session_detached(self, session: Session) -> None:
         """A client's sockets are gone: its leases and pins end, its reservations are quarantined."""
@@ -328,7 +328,7 @@ class TierManager:
             m.Extend: self._sequences.extend,
             m.Attend: self._attention.attend,
             m.CloseSequence: self._sequences.close_sequence,
-            m.Stats: lambda session, *_: self._quotas.stats(session, self.stats),
+            m.Stats: lambda session, *_: self.quotas.stats(session, self.stats),
         }
 
     def tick(self) -> None:
@@ -341,7 +341,7 @@ class TierManager:
         self._shaping.step(now_ns)
         self._compressor.step()
         self.expiry.step()
-        self._quotas.step()
+        self.quotas.step()
         self._warm.step(now_ns)
 
     async def _tick(self) -> None:

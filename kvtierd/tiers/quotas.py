@@ -80,9 +80,17 @@ class Quotas:
 
     def stats(self, session: Session, everything: Callable[[], dict[str, Any]]) -> Answer:
         """Serve statistics: `everything`, or where there are other tenants what is the client's own's."""
-        return Answer(StatsReply(id=0, stats=self._own(session.tenant) if self._several else everything()))
+        return Answer(StatsReply(id=0, stats=self.used(session.tenant) if self._several else everything()))
 
-    def _own(self, tenant: str) -> dict[str, Any]:
+    def described(self, tenant: str, terms: Tenant) -> dict[str, Any]:
+        """What a tenant has of what it may have, for operators."""
+        requests = self._requests.get(tenant)
+        limits = {f"{tier}_limit_bytes": getattr(terms, f"{tier}_bytes") for tier in ("gpu", "host", "nvme")}
+        under_way = {"requests": requests.count if requests else 0, "requests_limit": terms.host_inflight}
+        return {"nvme_used_bytes": 0, **self.used(tenant), **limits, **under_way, "keys": len(terms.keys.split())}
+
+    def used(self, tenant: str) -> dict[str, Any]:
+        """What a tenant has."""
         found: dict[str, Any] = {"namespaces": self._copies.namespaces.count_of(tenant)}
         for name, tier in (("host", self._copies.host), ("gpu", self._copies.gpu)):
             classes = [cls for cls in tier.pool.classes if cls.tenant == tenant] if tier is not None else []

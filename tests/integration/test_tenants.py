@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 import zmq
 
 from kvtierd import Client, CurveKeys, Geometry, KeyPair, Namespace, block_keys
+from kvtierd.cli.main import main
 from kvtierd.daemon.embedded import EmbeddedDaemon
 from kvtierd.protocol import messages as m
 from kvtierd.protocol.arena import Arena, ArenaError
@@ -23,7 +25,7 @@ from kvtierd.testing.waiting import wait_for
 SPACE = Namespace(model="m", geometry=Geometry(block_size=16, layers=2, kv_heads=2, k_dim=64, v_dim=64))
 BLOCKS = 6
 SMALL = {"host__capacity": "16MiB", "host__chunk_bytes": "4MiB", "gpu__capacity": "4MiB", "nvme__segment_bytes": "4MiB"}
-OTHER = {"tenants__b__max_sessions": 100}
+OTHER = {"tenants__b__host_bytes": "8MiB"}
 KEYS = block_keys(SPACE.digest(), range(BLOCKS * 16), 16)
 STRANGE = block_keys(SPACE.digest(), range(1_000_000, 1_000_000 + BLOCKS * 16), 16)
 
@@ -239,3 +241,16 @@ def test_remote_client_is_the_tenant_of_its_key(tmp_path: Path) -> None:
             assert (b.fetch(handle, KEYS).blocks == blocks_of(2)).all()
             with client(daemon, "b") as neighbour:
                 assert neighbour.lookup(neighbour.register(SPACE), KEYS).count == BLOCKS
+
+
+def test_operators_see_who_has_what_of_its_quota(daemon: EmbeddedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    with client(daemon, "b") as b:
+        b.store(b.register(SPACE), KEYS, blocks_of(2))
+        assert main(["tenants", "--endpoint", daemon.endpoint, "--format", "json"]) == 0
+        found = {one["tenant"]: one for one in json.loads(capsys.readouterr().out)}
+        assert set(found) == {"default", "b"}
+        assert found["b"]["sessions"] >= 1
+        assert found["b"]["host_limit_bytes"] == 8 << 20
+        assert 0 < found["b"]["host_used_bytes"] <= 8 << 20
+        assert main(["tenants", "--endpoint", daemon.endpoint]) == 0
+        assert "of 8.00 MiB" in capsys.readouterr().out
