@@ -169,22 +169,25 @@ class CudaDevice:
                 pass
         except CudaError as error:
             self.unregister_host(memory)
-            _log.warning("%s", _cannot_pin(memory.size, self.name, error))
+            _log.warning("%s", error)
             return False
         return True
 
     def register_pieces(self, memory: Bytes) -> Iterator[int]:
         """Pin host memory piece by piece, and say after each how many bytes are; copies may go on meanwhile.
 
-        Raises CudaError in the midst (what was pinned stays until `unregister_host`), ValueError for memory that does
-        not begin on a page.
+        Raises CudaError, with what to do, in the midst (what was pinned stays until `unregister_host`), ValueError for
+        memory that does not begin on a page.
         """
         begin, end = memory.ctypes.data, memory.ctypes.data + memory.size
         if begin % PAGE_BYTES:
             raise ValueError(f"host memory at {begin:#x} does not begin on a page")
         for at in range(begin, end, PIECE_BYTES):
             after = min(at + PIECE_BYTES, end)
-            piece = _Piece(at, after, self._runtime.register(self.gpu, at, after - at))
+            try:
+                piece = _Piece(at, after, self._runtime.register(self.gpu, at, after - at))
+            except CudaError as error:
+                raise CudaError(_cannot_pin(memory.size, self.name, error)) from error
             with self._lock:
                 bisect.insort(self._pieces, piece, key=lambda kept: kept.begin)
             yield after - begin
@@ -229,6 +232,11 @@ class CudaDevice:
             if handle not in opened:
                 opened[handle] = self._runtime.open_handle(self.gpu, handle)
             return opened[handle]
+
+    def has_client(self, client: str) -> bool:
+        """Whether something that a client exported is mapped here."""
+        with self._lock:
+            return client in self._opened
 
     def close_client(self, client: str) -> int:
         """Unmap all that a client exported, when it has gone; returns how much that was.

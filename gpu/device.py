@@ -6,6 +6,7 @@ return when the bytes are there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 from kvtierd.core.checksum import Bytes
@@ -34,8 +35,23 @@ class Device(Protocol):
         """Pin host memory for this device; False where the device has no use for it."""
         ...
 
+    def register_pieces(self, memory: Bytes) -> Iterator[int]:
+        """The same piece by piece: after each, how many bytes are pinned. Nothing where the device has no use for it.
+
+        Raises KvtierdError, with what to do, where it is not allowed; what was pinned stays until `unregister_host`.
+        """
+        ...
+
     def unregister_host(self, memory: Bytes) -> None:
-        """Undo `register_host`; the memory may then be unmapped."""
+        """Undo `register_host` or `register_pieces`; the memory may then be unmapped."""
+        ...
+
+    def has_client(self, client: str) -> bool:
+        """Whether device memory of a client's is mapped here."""
+        ...
+
+    def close_client(self, client: str) -> int:
+        """Unmap all of it; how many allocations that were. May wait for copies."""
         ...
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -35,8 +36,20 @@ class HostDevice:
         """Ordinary memory needs no pinning: always False."""
         return False
 
+    def register_pieces(self, memory: Bytes) -> Iterator[int]:  # noqa: ARG002
+        """Nothing."""
+        return iter(())
+
     def unregister_host(self, memory: Bytes) -> None:
         """Nothing was registered."""
+
+    def has_client(self, client: str) -> bool:  # noqa: ARG002
+        """Clients have no memory on this device."""
+        return False
+
+    def close_client(self, client: str) -> int:  # noqa: ARG002
+        """There is nothing to unmap."""
+        return 0
 
     def close(self) -> None:
         """Free the pool."""

@@ -76,6 +76,12 @@ class Copies:
         self.dead_extents: list[tuple[bytes, bytes, Extent]] = []
         """Extents of forgotten blocks that wait for their tombstones."""
 
+    def close(self) -> None:
+        """Let go of the memory of host and gpu."""
+        self.host.close()
+        if self.gpu is not None:
+            self.gpu.device.close()
+
     def host_class(self, entry: NamespaceEntry) -> SlotClass:
         """Class of a namespace's slots in host."""
         return self.host.class_for(entry.geometry.slot_bytes, entry.geometry.layers, entry.tenant)

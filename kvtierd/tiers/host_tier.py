@@ -70,6 +70,10 @@ class HostTier(SlotTier):
         self.numbers[slab] = chunk.number
         self.spare.append(slab)
 
+    def chunks(self) -> list[Chunk]:
+        """All chunks that are there."""
+        return [chunk for chunk in self._chunks if chunk is not None]
+
     def drop(self, slab: int) -> Chunk:
         """Take the memory of a slab without a class away; the caller closes it."""
         chunk, cut = self._chunks[slab], self._cuts[slab]

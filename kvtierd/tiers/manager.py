@@ -237,10 +237,9 @@ class TierManager:
             await self._write_behind.close()
         if self._store is not None:
             await self._store.close()
+        await self._room.pinning.close()
         self._workers.close()
-        self.copies.host.close()
-        if self.copies.gpu is not None:
-            self.copies.gpu.device.close()
+        self.copies.close()
 
     def handle(
         self, session: Session, request: m.AnyRequest, frames: Sequence[memoryview]
@@ -257,6 +256,7 @@ class TierManager:
         """A client's sockets are gone: its leases and pins end, its reservations are quarantined."""
         self._reads.session_ended(session)
         self._sequences.session_ended(session)
+        self._room.pinning.client_gone(session)
         self._admin.session_ended(session)
         session.quarantined = self._writes.session_detached(session)
         if not session.quarantined:

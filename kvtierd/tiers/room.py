@@ -16,6 +16,7 @@ from kvtierd.tiers.arena import Chunk
 from kvtierd.tiers.blocks import Rows
 from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.demand import Demand
+from kvtierd.tiers.pinning import Pinning
 from kvtierd.tiers.pressure import Pressure
 from kvtierd.tiers.workers import Workers
 
@@ -54,6 +55,7 @@ class Room:
         self._growth: asyncio.Task[None] | None = None
         self._moved_at = -1
         self._chunk_added = asyncio.Event()
+        self.pinning = Pinning(copies.gpu, workers)
         self.chunk_gone: Callable[[int], None] = lambda _number: None
         """Told when a chunk leaves the arena, so that clients unmap it."""
         self.memory_error = ""
@@ -178,6 +180,8 @@ class Room:
 
     async def _grow(self) -> None:
         host = self.copies.host
+        for chunk in host.chunks():
+            self.pinning.came(chunk)
         while host.missing:
             number = host.new_number()
             try:
@@ -188,6 +192,7 @@ class Room:
                 return
             self.memory_error = ""
             host.adopt(host.missing.pop(), chunk)
+            self.pinning.came(chunk)
             self._chunk_added.set()
 
     def _evict_host(self, cls: SlotClass, slots: Slots) -> None:
@@ -225,6 +230,7 @@ class Room:
         host.pool.remove_slab(slab)
         chunk = host.drop(slab)
         self.chunk_gone(chunk.number)
+        self.pinning.gone(chunk)
         chunk.close()
         self.grow()
 
