@@ -157,6 +157,10 @@ class AttentionDevice(Protocol):
         """Ranges of blocks, in order, that take about as long as a piece of work may (5 ms)."""
         ...
 
+    def work_of_one(self, query: Query, blocks: Blocks) -> int:
+        """Work of all these blocks, in units of the device, where a single processor does it; 0 where several would."""
+        ...
+
     def compute(self, partial: Any, blocks: Blocks, begin: int, end: int) -> bool:
         """Add blocks begin..end to what is carried; holds the caller's thread and not the GIL. False where it was
         stopped, and the partial is void."""

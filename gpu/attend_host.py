@@ -112,6 +112,11 @@ class HostAttention:
             yield int(bounds[at]), int(bounds[after])
             at = after
 
+    def work_of_one(self, query: Query, blocks: Blocks) -> int:
+        """Work of blocks that are one chunk, which one thread computes; 0 where there are more."""
+        work = _work_a_token(query) * blocks.token_count
+        return work if work <= _CHUNK_WORK else 0
+
     def compute(
         self, partial: HostPartial, blocks: Blocks, begin: int = 0, end: int | None = None, cancel: Array | None = None
     ) -> bool:

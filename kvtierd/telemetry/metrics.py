@@ -154,6 +154,8 @@ _ROWS = (
     Metric("attend_requests", "counter", "requests for attention that were answered"),
     Metric("attend_failed", "counter", "requests for attention that were answered with an error"),
     Metric("attend_running", "gauge", "requests for attention being worked on"),
+    Metric("attend_batches", "counter", "times that pieces of several requests for attention ran side by side"),
+    Metric("attend_batched_pieces", "counter", "pieces of requests that ran so"),
     Metric("attend_ns", "counter", "nanoseconds that requests for attention took, each by itself"),
     Metric("attend_disk_ns", "counter", "of attention: nanoseconds in which parts were being read from nvme"),
     Metric("attend_copy_ns", "counter", "of attention: nanoseconds in which parts were being copied into reach"),

@@ -4,8 +4,9 @@ Copies in gpu and host are computed where they lie; what lies in nvme streams th
 a block, so that memory is bounded whatever the context. While some parts are computed the next ones are on their way.
 Parts may come in any order: what is carried between them is a maximum and sums (kvtierd.gpu.attend).
 
-Compute runs in a thread of its own, without the GIL, in pieces of about 5 ms: between two pieces of a request those of
-others have their turn, and a request that nobody waits for any more ends.
+Compute runs in threads of its own, without the GIL, in pieces of about 5 ms: between two pieces of a request those of
+others have their turn, small ones of several requests run side by side (kvtierd.tiers.attend_turns), and a request that
+nobody waits for any more ends.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from kvtierd.tiers.attend_request import LayerQuery, check_shape, queries_of
 from kvtierd.tiers.attend_ring import StagingRing
 from kvtierd.tiers.attend_stream import Depth, Stream
 from kvtierd.tiers.attend_times import AttendTimes
+from kvtierd.tiers.attend_turns import Turns
 from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.later_kernels import load
 from kvtierd.tiers.leases import SESSION_SHARE
@@ -70,7 +72,7 @@ class Attention:
         self._times = AttendTimes(clock)
         self._fetcher = PartFetcher(copies, store, workers, self.ring, self._times)
         self._threads = settings.worker_threads
-        self._compute = Workers(1, "kvtierd-attend", workers.progress)
+        self._compute = Turns(self._threads, workers.progress, copies.counters)
         self._device_made: AttentionDevice | None = None
         self._loading = False
         devices = len(split_folders(settings.nvme.directory)) or 1
@@ -183,9 +185,9 @@ class Attention:
             limit = host.thread_limit()
             self._device_made = host.HostAttention(min(self._threads or limit, limit))
 
-    async def run(self, piece: Callable[[], T]) -> T:
-        """Run a piece of work in the thread that computes; others have their turn between two pieces."""
-        return await self._times.compute.of(self._compute.run(piece))
+    async def run(self, piece: Callable[[], T], work: int = 0) -> T:
+        """Run a piece of work when it is its turn to compute (kvtierd.tiers.attend_turns)."""
+        return await self._times.compute.of(self._compute.run(piece, work))
 
     def stream(self, sequence: OpenedSequence, layer: int, numbers: Numbers) -> Stream:
         """Have the parts of these blocks brought, with what has come ahead."""

@@ -79,8 +79,8 @@ class Owner(Protocol):
         """What computes."""
         ...
 
-    async def run(self, piece: Callable[[], T]) -> T:
-        """Run a piece of work in the thread that computes."""
+    async def run(self, piece: Callable[[], T], work: int = 0) -> T:
+        """Run a piece of work when it is its turn; `work` is that of one which uses a single processor."""
         ...
 
     def stream(self, sequence: OpenedSequence, layer: int, numbers: Numbers) -> Stream:
@@ -125,7 +125,7 @@ class LayerWork:
             if jobs := stream.poll():
                 await self._arrived(stream, jobs)
             elif (piece := next(pieces, None)) is not None:
-                await self._owner.run(piece)
+                await self._owner.run(*piece)
             elif stream.ended:
                 break
             else:
@@ -169,11 +169,13 @@ class LayerWork:
         size = self._form.geometry.block_size
         return np.minimum(size, self._query.span.length - numbers * size)
 
-    def _pieces(self, here: Parts) -> Iterator[Callable[[], object]]:
+    def _pieces(self, here: Parts) -> Iterator[tuple[Callable[[], object], int]]:
+        """What is to be run, and the work of each that uses a single processor."""
         device = self._owner.device
         for query, partial in zip(self._query.parts, self._partials, strict=True):
             for begin, end in device.pieces(query, here):
-                yield functools.partial(device.compute, partial, here, begin, end)
+                work = device.work_of_one(query, here) if end - begin == len(here) else 0
+                yield functools.partial(device.compute, partial, here, begin, end), work
 
     async def _arrived(self, stream: Stream, jobs: list[Job]) -> None:
         """Compute the parts of jobs, all that have arrived together: the busier the loop, the fewer pieces."""
@@ -194,7 +196,7 @@ class LayerWork:
                 numbers, begins, codecs, places = numbers[which], begins[which], codecs[which], places[which]
             parts = self._form.of_parts(begins.astype(np.uint64), codecs, numbers, self._tokens(numbers), Place.NVME)
             for piece in self._pieces(parts):
-                await self._owner.run(piece)
+                await self._owner.run(*piece)
             self._tally.note_lossy(self._copies, self._sequence, numbers)
             self._missing[numbers] = False
             self._tally.note_places(places, codecs, self._form.geometry)

@@ -177,10 +177,10 @@ def held(rig):
     gate, compute = asyncio.Event(), rig.manager._attention._compute
     run_piece = compute.run
 
-    async def waiting(piece):
+    async def waiting(piece, work=0):
         if getattr(getattr(piece, "func", None), "__name__", "") == "compute":
             await gate.wait()
-        return await run_piece(piece)
+        return await run_piece(piece, work)
 
     compute.run = waiting
     return gate

@@ -280,9 +280,9 @@ def test_requests_at_once_take_turns():
         attention = made.rig.manager._attention
         run_piece = attention._compute.run
 
-        async def noted(piece):
+        async def noted(piece, work=0):
             pieces.append(asyncio.current_task().get_name())
-            return await run_piece(piece)
+            return await run_piece(piece, work)
 
         attention._compute.run = noted
         tasks = [
@@ -301,6 +301,22 @@ def test_requests_at_once_take_turns():
         run(scenario)
     finally:
         module.BLOCK_WORK = before
+
+
+def test_requests_of_similar_length_are_computed_as_one_batch():
+    async def scenario(made):
+        await made.place(["host"] * BLOCKS)
+        sequences, q = [await made.open() for _ in range(4)], queries()
+        counters = made.rig.manager.copies.counters
+        alone = [await made.attend(sequence, q, 0) for sequence in sequences]
+        assert counters["attend_batches"] == 0
+        together = await asyncio.gather(*(made.attend(sequence, q, 0) for sequence in sequences))
+        assert counters["attend_batches"] > 0
+        assert counters["attend_batched_pieces"] >= 2 * counters["attend_batches"]
+        for one, other in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(one[0], other[0])
+
+    run(scenario)
 
 
 def test_blocks_that_lie_in_other_extents_are_gathered_part_by_part():
