@@ -303,22 +303,6 @@ def test_requests_at_once_take_turns():
         module.BLOCK_WORK = before
 
 
-def test_requests_of_similar_length_are_computed_as_one_batch():
-    async def scenario(made):
-        await made.place(["host"] * BLOCKS)
-        sequences, q = [await made.open() for _ in range(4)], queries()
-        counters = made.rig.manager.copies.counters
-        alone = [await made.attend(sequence, q, 0) for sequence in sequences]
-        assert counters["attend_batches"] == 0
-        together = await asyncio.gather(*(made.attend(sequence, q, 0) for sequence in sequences))
-        assert counters["attend_batches"] > 0
-        assert counters["attend_batched_pieces"] >= 2 * counters["attend_batches"]
-        for one, other in zip(alone, together, strict=True):
-            np.testing.assert_array_equal(one[0], other[0])
-
-    run(scenario)
-
-
 def test_blocks_that_lie_in_other_extents_are_gathered_part_by_part():
     shape = Geometry(block_size=128, layers=2, kv_heads=1, k_dim=16, v_dim=24, layout="hnd")
 

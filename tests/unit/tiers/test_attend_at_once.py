@@ -1,4 +1,4 @@
-"""Several sequences share a staging ring that cannot hold what all of them want: each goes on, and no part is lost."""
+"""Several sequences at once: small ones are computed side by side, and a ring too small for all keeps none waiting."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvtierd.core.units import MIB
 from kvtierd.testing.attention import AttendRig, random_kv
 from kvtierd.testing.memory_store import MemoryStore
 from kvtierd.testing.rig import Rig, small_settings
+from tests.unit.tiers import attending
 from tests.unit.tiers.attending import check
 
 SHAPE = Geometry(block_size=64, layers=3, kv_heads=2, k_dim=64, v_dim=64)
@@ -42,3 +43,19 @@ def test_sequences_that_crowd_the_ring_take_from_what_came_ahead_and_all_go_on()
 
     asyncio.run(body())
     assert not trouble
+
+
+def test_requests_of_similar_length_are_computed_as_one_batch():
+    async def scenario(made):
+        await made.place(["host"] * attending.BLOCKS)
+        sequences, q = [await made.open() for _ in range(4)], attending.queries()
+        counters = made.rig.manager.copies.counters
+        alone = [await made.attend(sequence, q, 0) for sequence in sequences]
+        assert counters["attend_batches"] == 0
+        together = await asyncio.gather(*(made.attend(sequence, q, 0) for sequence in sequences))
+        assert counters["attend_batches"] > 0
+        assert counters["attend_batched_pieces"] >= 2 * counters["attend_batches"]
+        for one, other in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(one[0], other[0])
+
+    attending.run(scenario)
