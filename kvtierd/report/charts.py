@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from xml.sax.saxutils import escape
 
-WIDTH, HEIGHT = 760, 380
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 190, 24, 52
+WIDTH, HEIGHT = 840, 380
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 260, 24, 52
 _BAR, _GAP = 16, 14
 _TICKS = 5
 _COLOURS = ("#0b6e99", "#d1495b", "#6a994e", "#7d5ba6", "#e09f3e", "#577590", "#9a6b4b")

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtierd.bench import peer_environments, peers
+from kvtierd.bench import peer_environments, peer_vllm, peers
 from kvtierd.bench.options import Options
 from kvtierd.bench.peer_lmcache import REQUESTS, lmcache_server, load_rate, median
 from kvtierd.bench.peer_mooncake import mooncake
 from kvtierd.bench.rows import BenchError
+from kvtierd.testing.vllm_engine import Answer
 
 LMCACHE = """#!{python}
 import http.server, json, sys
@@ -152,3 +153,52 @@ def test_mooncake_that_brings_other_bytes_back_is_no_figure(store) -> None:
         peer.seconds("store")
         with pytest.raises(BenchError, match=r"other bytes came back in objects \[0, 1, 2\]"):
             peer.seconds("load")
+
+
+class Engine:
+    """Stands in for vLLM: a prompt takes two seconds, and half of one where the connector knows it."""
+
+    finds = True
+    rights = True
+
+    def __init__(self, model: Path, log: Path, **options: object) -> None:
+        self.known: set[tuple[int, ...]] = set()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def answer(self, prompt: list[int], new_tokens: int) -> Answer:
+        name = tuple(prompt)
+        hit = name in self.known and self.finds
+        self.known.add(name)
+        tokens = [1] * new_tokens if self.rights or not hit else [2] * new_tokens
+        return Answer(tokens, [0.0] * new_tokens, [0.5 if hit else 2.0], 1408 if hit else 0)
+
+
+@pytest.fixture
+def _stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(peer_vllm.MODEL, str(tmp_path))
+    monkeypatch.setattr(peer_vllm, "Engine", Engine)
+    monkeypatch.setattr(peer_vllm, "SAVED_S", 0.0)
+
+
+@pytest.mark.usefixtures("_stand_in")
+def test_a_prompt_is_timed_cold_and_when_it_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = peer_vllm.example_connector(tmp_path)
+    assert peer_vllm.first_token_s(tmp_path, tmp_path / "log", connector, 3) == (2.0, 0.5)
+    monkeypatch.setattr(Engine, "rights", False)
+    with pytest.raises(BenchError, match=r"ExampleConnector: \[2, 2, 2, 2\] instead of \[1, 1, 1, 1\]"):
+        peer_vllm.first_token_s(tmp_path, tmp_path / "log", connector, 1)
+    monkeypatch.setattr(Engine, "finds", False)
+    with pytest.raises(BenchError, match="was not found"):
+        peer_vllm.first_token_s(tmp_path, tmp_path / "log", peer_vllm.our_connector("ipc:///x"), 1)
+
+
+def test_without_a_model_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(peer_vllm.MODEL, raising=False)
+    with pytest.raises(BenchError, match="make engines-env"):
+        peer_vllm.model()
