@@ -161,7 +161,7 @@ class Engine:
     finds = True
     rights = True
 
-    def __init__(self, model: Path, log: Path, **options: object) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         self.known: set[tuple[int, ...]] = set()
 
     def __enter__(self):
