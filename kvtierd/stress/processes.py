@@ -31,19 +31,23 @@ class ClientGoneError(StressError):
     """A client process ended."""
 
 
+def child_environment() -> dict[str, str]:
+    """Of a process that is to run this package, and not what else may be installed."""
+    environment = dict(os.environ, OPENBLAS_NUM_THREADS="1", OMP_WAIT_POLICY="passive")
+    paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [environment.get("PYTHONPATH")])]
+    return environment | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 class ClientProcess:
     """One `kvtierd.stress.worker`."""
 
     def __init__(self, config: Mapping[str, Any], log: Path) -> None:
         self.config = config
         self._log_path = log
-        environment = dict(os.environ, OPENBLAS_NUM_THREADS="1", OMP_WAIT_POLICY="passive")
-        paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [environment.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "kvtierd.stress.worker", json.dumps(config)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=child_environment(),
                 start_new_session=True, text=True,
             )  # fmt: skip
         self._told: queue.SimpleQueue[Message | None] = queue.SimpleQueue()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection
@@ -15,7 +17,7 @@ from kvtierd.core.units import format_bytes
 from kvtierd.daemon.embedded import EmbeddedDaemon
 from kvtierd.stress import attending, loading, reading, storing
 from kvtierd.stress.options import Options
-from kvtierd.stress.processes import StressError
+from kvtierd.stress.processes import StressError, child_environment
 from kvtierd.stress.rig import Found, Rig
 
 PHASES: dict[str, Callable[[Rig], None]] = {
@@ -45,11 +47,20 @@ def run_stress(options: Options, out: TextIO, phases: Collection[str] = tuple(PH
         options.check(folder)
         if options.endpoint:
             return _run(options, folder, out, options.endpoint, None, phases)
+        _precompile()
         with EmbeddedDaemon(folder, **options.settings(folder)) as daemon:
             found = _run(options, folder, out, daemon.endpoint, daemon, phases)
             if not found.passed:
                 found.counts["daemon_log"] = daemon.logs().splitlines()[-30:]
             return found
+
+
+def _precompile() -> None:
+    """As an installation does: a daemon that has to compile keeps the compiler's memory, some 300 MiB."""
+    command = [sys.executable, "-P", "-m", "kvtierd.cli.main", "precompile", "--config", os.devnull]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise StressError(f"the kernels could not be compiled: {done.stderr.strip()}")
 
 
 def _run(
