@@ -36,8 +36,10 @@ class Tasks(Generic[T]):
         return number
 
     def post(self, work: Callable[[], Any]) -> None:
-        """Run something without a result, in its turn."""
-        self._thread.submit(self._guarded, work)
+        """Run something without a result, in its turn; after `close` nothing is run any more."""
+        with self._lock:
+            if not self._closed:
+                self._thread.submit(self._guarded, work)
 
     def take(self, number: int) -> T | None:
         """A result, once; None where there is none yet."""

@@ -62,6 +62,9 @@ def test_after_close_nobody_is_woken():
     go.set()
     closing.join(10)
     assert not told.acquire(timeout=0)
+    ran = []
+    tasks.post(lambda: ran.append(1))
+    assert not ran
 
 
 def test_pages_go_on_where_they_ended_whatever_comes_and_goes():
