@@ -16,9 +16,7 @@ pytestmark = pytest.mark.engines
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    folder = model_folder()
-    loaded = perplexity.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
-    return loaded.eval()
+    return perplexity.load(model_folder())
 
 
 def test_every_block_of_every_layer_goes_through_the_codec(model: Any) -> None:
@@ -28,6 +26,31 @@ def test_every_block_of_every_layer_goes_through_the_codec(model: Any) -> None:
     assert plain.count == lossy.count == 255
     assert plain.nats != lossy.nats
     assert abs(plain.nats - lossy.nats) / plain.count < 0.1
+
+
+def test_a_block_that_is_just_computed_sees_itself_as_the_engine_has_it(model: Any) -> None:
+    window = prompt_ids(model_folder(), 256)
+    plain, lossy, worst = (
+        perplexity.score(model, window, *how, own_too=own)
+        for how, own in (((), False), ((perplexity.Fp8(),), False), ((perplexity.Fp8(),), True))
+    )
+    first = perplexity.BLOCK_TOKENS - 1
+    assert torch.equal(plain.choices[:first], lossy.choices[:first])
+    assert perplexity.ATTENTION.change is None
+    assert worst.nats not in {plain.nats, lossy.nats}
+
+
+def test_attention_block_by_block_is_attention() -> None:
+    generator = torch.Generator().manual_seed(2)
+    query = torch.randn(1, 4, 300, 16, generator=generator)
+    key, value = (torch.randn(1, 2, 300, 16, generator=generator) for _ in range(2))
+    found, _ = perplexity.BlockAttention()(None, query, key, value, None, scaling=0.25)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=0.25, enable_gqa=True
+    )
+    torch.testing.assert_close(found, wanted.transpose(1, 2), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="1 queries for 300 keys"):
+        perplexity.BlockAttention()(None, query[:, :, :1], key, value, None)
 
 
 def test_vectors_come_back_as_near_as_fp8_is_and_where_they_were() -> None:
