@@ -8,7 +8,6 @@ snapshot were looked at in different turns.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Callable, Iterator
 
@@ -35,8 +34,8 @@ SLOTS_A_TURN = 4096
 """Slots looked at in a turn of the ticker: some hundred microseconds."""
 EVERY_NS = 10_000_000_000
 """From the end of one round to the next one: what a kill -9 may lose of it."""
-LEARNED_BYTES = 16 << 20
-"""Most that is copied of what was learned in one turn of the loop; at the daemon's end all of it is."""
+LEARNED_BYTES = 4 << 20
+"""Most that is copied of what was learned in one turn of the loop, about a millisecond; at the daemon's end all is."""
 
 Uses = npt.NDArray[np.void]
 
@@ -66,7 +65,7 @@ class Memory:
             self._round = self._look()
         if next(self._round, self) is self:
             self._round, self._next_ns = None, now_ns + EVERY_NS
-            self._writing = asyncio.create_task(self._write(self._made(pins(), LEARNED_BYTES)), name="warm-snapshot")
+            self._writing = asyncio.create_task(self._write(self._taken(pins(), LEARNED_BYTES)), name="warm-snapshot")
 
     async def close(self, pins: list[Pins]) -> None:
         """Take the last one, of everything as it is now."""
@@ -75,29 +74,28 @@ class Memory:
         self._uses, self._forms, self._extents = [], [], []
         for _ in self._look():
             pass
-        await self._write(self._made(pins, 1 << 62))
+        await self._write(self._taken(pins, 1 << 62))
         self._file.close()
 
-    async def _write(self, snapshot: Snapshot) -> None:
+    async def _write(self, made: Callable[[], Snapshot]) -> None:
         try:
-            await self._workers.run(functools.partial(self._file.write, snapshot))
+            await self._workers.run(lambda: self._file.write(made()))
         except OSError as error:
             _log.warning("host tier: heat and uses are not kept for the next life: %s", error.strerror or error)
 
-    def _made(self, pins: list[Pins], learned_bytes: int) -> Snapshot:
-        uses = np.concatenate([*self._uses, np.empty(0, USE)])
-        policy = self._host.policy
+    def _taken(self, pins: list[Pins], learned_bytes: int) -> Callable[[], Snapshot]:
+        """What a round has found, put together by whoever calls this: a thread, since it can be long."""
+        policy, uses, forms, extents = self._host.policy, self._uses, self._forms, self._extents
         learned = policy.model.learned(learned_bytes) if isinstance(policy, ReturnEviction) else {}
-        made = Snapshot(
+        self._uses, self._forms, self._extents = [], [], []
+        return lambda: Snapshot(
             version=__version__,
-            uses=uses.tobytes(),
-            forms=self._forms,
-            extents=self._extents,
+            uses=b"".join(part.tobytes() for part in uses),
+            forms=forms,
+            extents=extents,
             pins=pins,
             learned=learned,
         )
-        self._uses, self._forms, self._extents = [], [], []
-        return made
 
     def _look(self) -> Iterator[None]:
         seen = 0

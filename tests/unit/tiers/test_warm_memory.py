@@ -34,6 +34,16 @@ def heat_of(rig, keys):
     return rig.manager._demand.heat(blocks.find(keys, 0)).tolist()
 
 
+async def taken(rig):
+    """Have a snapshot of how things are now."""
+    memory = rig.manager._warm._memory
+    if memory._writing is not None:
+        await memory._writing  # of an earlier round
+    rig.clock.advance(20)
+    rig.manager.tick()
+    await memory._writing
+
+
 def learned(rig):
     return rig.manager.copies.host.policy.model._state.copy()
 
@@ -132,11 +142,8 @@ async def test_a_crash_loses_only_what_came_after_the_last_snapshot(files):
     async with life(files) as (rig, session, namespace):
         await rig.store(session, namespace, KEYS)
         for _ in range(3):
-            rig.clock.advance(20)
             await fetched(rig, session, namespace, KEYS)
-            rig.manager.tick()  # looks at all slots
-            rig.manager.tick()  # and has it written
-            await rig.manager._warm._memory._writing
+            await taken(rig)
         before = heat_of(rig, KEYS)
         await fetched(rig, session, namespace, KEYS)
         crashed = files.snapshot()
@@ -153,9 +160,7 @@ async def test_uses_of_a_slot_that_changed_hands_are_nobodys(files):
         await rig.store(session, namespace, KEYS)
         for _ in range(8):
             await fetched(rig, session, namespace, KEYS)
-        rig.manager.tick()
-        rig.manager.tick()
-        await rig.manager._warm._memory._writing
+        await taken(rig)
         await rig.call(session, m.Delete(id=1, namespace=namespace), KEYS.tobytes())
         fresh = make_keys(20, start=9)
         await rig.store(session, namespace, fresh)
@@ -181,10 +186,7 @@ async def test_blocks_in_fp8_are_served_from_where_they_lie(files, crash):
         await rig.store(session, number, keys, rig.geometry)
         await rig.compressed(6)
         if crash:
-            rig.clock.advance(20)
-            rig.manager.tick()
-            rig.manager.tick()
-            await rig.manager._warm._memory._writing
+            await taken(rig)
         held = files.snapshot() if crash else files
     async with lossy_life(held) as rig:
         session, number = await rig.client()
@@ -270,9 +272,7 @@ async def test_extents_of_other_sizes_are_where_they_were(files, parts):
 async def test_block_of_which_a_part_is_gone_does_not_come_back_in_parts(files):
     async with Stored(kept=Kept(files, files.passed())) as stored:
         await stored.reshape([64, 192], stored.keys[:1])
-        stored.rig.manager.tick()
-        stored.rig.manager.tick()
-        await stored.rig.manager._warm._memory._writing
+        await taken(stored.rig)
         copies = stored.rig.manager.copies
         row = copies.blocks.row_of(stored.keys[:1], 0)
         place = int(copies.shapes.pieces(np.array([row], np.int32), 256, 0, 64)[0, 2])
