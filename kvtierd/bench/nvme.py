@@ -33,8 +33,10 @@ from kvtierd.protocol.messages import TIER_HOST, TIER_NVME
 
 QUARTER = Geometry(block_size=16, layers=32, kv_heads=2, k_dim=128, v_dim=128)
 """A block of 512 KiB: 32 layers of 16 KiB."""
-STORE_BYTES = 64 * MIB
-"""Stored in one call."""
+SOURCE_BYTES = 64 * MIB
+"""What is stored again and again under new keys: more than a cache holds."""
+STORE_BYTES = 16 * MIB
+"""Stored in one call, as an engine does that saves what a step of a long prompt has computed."""
 
 assert QUARTER.block_bytes == QUARTER.slot_bytes == 512 * KIB
 
@@ -46,9 +48,10 @@ class DaemonDisk:
         self._client = client
         self._block_bytes = geometry.block_bytes
         self._batch = STORE_BYTES // self._block_bytes
+        self._whole = SOURCE_BYTES // self._block_bytes
         self._count = amount_bytes // self._block_bytes
         self._handle = client.register(namespace(geometry))
-        self._source = private_memory(STORE_BYTES, seed=1).reshape(self._batch, self._block_bytes)
+        self._source = private_memory(SOURCE_BYTES, seed=1).reshape(self._whole, self._block_bytes)
         self._keys: Keys = random_keys(self._count, seed=0)
         self._round = 0
 
@@ -63,7 +66,9 @@ class DaemonDisk:
         self._keys = random_keys(self._count, seed=self._round)
         begin = time.perf_counter()
         for at in range(0, self._count, self._batch):
-            stored = self._client.store(self._handle, self._keys[at : at + self._batch], self._source).stored
+            first = at % self._whole
+            blocks = self._source[first : first + self._batch]
+            stored = self._client.store(self._handle, self._keys[at : at + self._batch], blocks).stored
             expect("stored", stored, self._batch)
         self._client.flush()
         seconds = time.perf_counter() - begin
@@ -96,8 +101,8 @@ class DaemonDisk:
         expect("in the nvme tier after a flush" if tier == TIER_NVME else "onboarded", self._in(tier), self._count)
 
     def _compare(self) -> None:
-        last = self._client.fetch(self._handle, self._keys[-self._batch :])
-        if last.count != self._batch or not np.array_equal(last.blocks, self._source):
+        last = self._client.fetch(self._handle, self._keys[-self._whole :])
+        if last.count != self._whole or not np.array_equal(last.blocks, self._source):
             raise BenchError("what came back from the disk is not what was stored")
 
 
@@ -125,7 +130,7 @@ class FioDisk:
 def rows(options: Options) -> Iterator[Row]:
     """Measure offload and onboard of both sizes, then both at once."""
     fio.find_fio()
-    amount = max(options.rounds(1024, 512) * MIB, align_up(2 * l3_bytes(), STORE_BYTES))
+    amount = max(options.rounds(1024, 512) * MIB, align_up(2 * l3_bytes(), SOURCE_BYTES))
     need_memory(4 * amount)
     settings = {
         "gpu__capacity": 0,

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-Uses = npt.NDArray[np.uint32]
+from kvtierd.index.hybrid import EXTENT_GRANULES_MAX
 
-EXTENT_GRANULES_MAX = 8
+Uses = npt.NDArray[np.uint32]
 
 
 class Shape(enum.IntEnum):

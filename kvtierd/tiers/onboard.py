@@ -32,9 +32,9 @@ _log = logging.getLogger(__name__)
 
 PIECE_BLOCKS = 8
 PIECE_BLOCKS_MAX = 64
-PIECE_BYTES = 4 * MIB
-"""Of one job: as many blocks as make one request to the disk, within these bounds. Small enough to spread a request
-over all threads and to keep the loop for no longer than a millisecond, large enough to hide a job's own cost."""
+PIECE_BYTES = 8 * MIB
+"""Of one job: as many blocks as make two requests to the disk, within these bounds. Few enough to keep the loop for no
+longer than a millisecond, enough to hide a job's own cost; the store spreads its requests over its threads."""
 
 
 class Onboarder:
