@@ -149,7 +149,7 @@ def new_cache(client: Client, offloaded_model: Any) -> Iterator[Callable[..., An
     made: list[OffloadedCache] = []
 
     def make(**options: Any) -> OffloadedCache:
-        options = {"client": client, "block_size": 32, "tail_tokens": 64, **options}
+        options = {"client": client, "block_size": 32, "tail_tokens": 64, "timeout_s": 120, **options}
         made.append(OffloadedCache(options.pop("client"), options.pop("model", offloaded_model), **options))
         return made[-1]
 

@@ -73,7 +73,7 @@ def test_64_greedy_tokens_in_float32_are_the_plain_ones(
     expected, computed = plain_run
     assert kv_bytes(computed) >= 8 * 44 * MIB
     with small_daemon(tmp_path, 32 * MIB, 12 * MIB) as client:
-        with OffloadedCache(client, offloaded_model, block_size=BLOCK) as cache:
+        with OffloadedCache(client, offloaded_model, block_size=BLOCK, timeout_s=120) as cache:
             cache.adopt(computed)
             assert cache.offloaded_tokens == [(TOKENS - 1 - 128) // BLOCK * BLOCK]
             found = offloaded_model.generate(long_ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
@@ -102,7 +102,10 @@ def test_bf16_logits_differ_no_more_than_those_of_eager_and_sdpa(
 
     sdpa, eager = (logits(kind, rounded(computed, model.config)) for kind in ("sdpa", "eager"))
     model.set_attn_implementation("kvtierd")
-    with small_daemon(tmp_path, 16 * MIB, 6 * MIB) as client, OffloadedCache(client, model, block_size=BLOCK) as cache:
+    with (
+        small_daemon(tmp_path, 16 * MIB, 6 * MIB) as client,
+        OffloadedCache(client, model, block_size=BLOCK, timeout_s=120) as cache,
+    ):
         past = rounded(computed, model.config)
         assert kv_bytes(past) >= 8 * 22 * MIB
         cache.adopt(past)
