@@ -35,8 +35,7 @@ def rows(options: Options) -> Iterator[Row]:
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         raise BenchError(f"a real model needs {' and '.join(missing)}: pip install 'kvtierd[demo]'")
     rig = importlib.import_module("kvtierd.bench.offloaded_rig")  # wants torch: only now
-    tokens = TOKENS // 2 if options.quick else TOKENS
-    model = rig.Model(tokens, BLOCK_SIZE)
+    model = rig.Model(TOKENS, BLOCK_SIZE)
     rounds = options.rounds(7, 3)
     yield from _exact(options, rig, model, rounds)
     yield from _fp8(options, rig, model, rounds)
