@@ -17,22 +17,22 @@ same time (its load is told) are lower than those of a quiet one.
 
 def as_markdown(records: Sequence[Record]) -> str:
     """The document; machines are told once, and referred to by number."""
-    machines: list[str] = []
-    for record in records:
-        if record.machine not in machines:
-            machines.append(record.machine)
+    # How busy a machine was belongs to the run.
+    machines = list(dict.fromkeys(record.machine.partition(", load")[0] for record in records))
     lines = [_HEAD, "## Machines"]
     lines += [f"{number}. {machine}" for number, machine in enumerate(machines, 1)]
     for record in records:
-        lines += ["", *_run(record, machines.index(record.machine) + 1)]
+        lines += ["", *_run(record, machines.index(record.machine.partition(", load")[0]) + 1)]
     return "\n".join(lines) + "\n"
 
 
 def _run(record: Record, machine: int) -> Iterator[str]:
     yield f"## `{record.command}`"
-    yield f"Machine {machine}{f', {record.recorded}' if record.recorded else ''}."
+    _, _, load = record.machine.partition(", load ")
+    busy = f", at a load of {load} by others and itself" if load else ""
+    yield f"Machine {machine}{f', {record.recorded}' if record.recorded else ''}{busy}."
     if record.failed:
-        yield f"\nIt has no figures: {record.failed}"
+        yield f"\nNot whole: {record.failed}"
     if record.stress is not None:
         yield f"\n{record.stress.what}: **{record.stress.verdict}**"
         yield from (f"- {finding}" for finding in record.stress.findings)
