@@ -32,6 +32,7 @@ BENCHES: dict[str, str] = {
     "memory": "share of the memory taken that holds KV, against contiguous allocation",
     "peers": "the same stores and loads by LMCache, Mooncake and a plain copy, where installed (make bench-peers)",
     "start": "spawn to ready, and resident memory",
+    "vllm": "first tokens and steps of vLLM with the connector against without (wants vLLM)",
     "lmcache": "LMCache's L2 bench on our adapter against its fs adapter (wants LMCache)",
     "demo": "time to first token of a real model against its cold prefill (wants the extra `demo`)",
 }

