@@ -73,6 +73,7 @@ class Load:
         next_s = begin_s + PAUSE_S
         while self._waiting:
             now_s = time.monotonic()
+            self._progress(int(now_s - begin_s))
             if blows is not None and next_s <= now_s < end_s:
                 next(blows)()
                 next_s = time.monotonic() + PAUSE_S
@@ -115,7 +116,6 @@ class Load:
                 self.ledger[_runs(entry["durable"])] = None
             else:
                 self.ledger.pop(_runs(entry["forget"]), None)
-        self._progress(int(message.get("progress", 0)))
         if isinstance(result := message.get("done"), dict):
             self._count(result)
 

@@ -14,8 +14,8 @@ CHAOS_S, QUICK_CHAOS_S = 90.0, 25.0
 def mixed(rig: Rig) -> None:
     """Load without disturbance; what it said was durable must be there."""
     seconds = QUICK_MIXED_S if rig.options.quick else MIXED_S
-    rig.watch.phase("mixed", 0)
-    load = Load(rig.crew, rig.options.load_bytes, lambda _count: None)
+    rig.watch.phase("mixed", int(seconds))
+    load = Load(rig.crew, rig.options.load_bytes, rig.watch.at)
     load.run(seconds)
     _take_load(rig, "mixed", load)
     _check_ledger(rig, "ledger", load)
@@ -25,8 +25,8 @@ def chaos(rig: Rig) -> None:
     """Load while clients, daemon and disk are disturbed; then all is compared in a daemon that starts after a kill."""
     assert rig.daemon is not None
     seconds = QUICK_CHAOS_S if rig.options.quick else CHAOS_S
-    rig.watch.phase("chaos", 0)
-    load = Load(rig.crew, rig.options.chaos_bytes, lambda _count: None)
+    rig.watch.phase("chaos", int(seconds))
+    load = Load(rig.crew, rig.options.chaos_bytes, rig.watch.at)
     chaos = Chaos(rig.options.seed, load, rig.daemon, rig.options.clients, rig.folder / "faults.json")
     load.run(seconds, chaos.blows())
     rig.daemon.kill()
