@@ -11,7 +11,7 @@ import math
 
 from kvtierd.core.units import MIB
 
-WRITE_SHARE = 0.33
+WRITE_SHARE = 0.35
 """Share of the device's time that writes get while reads wait too. Reads shall keep 0.6 of the speed that they have
 alone and writes 0.3 of theirs: what is left over pays for changing between them, and for what both sides want of the
 processors. Writes get a little more than this, in the gaps between reads."""
