@@ -154,8 +154,3 @@ class Past:
         for begin, end in self._device.pieces(query, parts):
             self._device.compute(partial, parts, begin, end)
         partial.result()
-
-    def error(self) -> float:
-        """Largest difference of a logit from that over the plain past with torch's attention."""
-        ours = self._model.forward(self._cache, "kvtierd")
-        return float((ours - self._model.forward(self._model.past, "sdpa")).abs().max())
