@@ -47,9 +47,13 @@ class Reader:
         self._handle = client.register(Namespace(model=f"kvtierd-bench-reader-{number}", geometry=LARGE))
         self._keys = random_keys(PASS_BLOCKS, seed=1000 + number)
         self.latencies_s: list[float] = []
-        source = private_memory(PASS_BLOCKS * BLOCK_BYTES, seed=number).reshape(PASS_BLOCKS, BLOCK_BYTES)
-        expect("stored", client.store(self._handle, self._keys, source).stored, PASS_BLOCKS)
-        client.flush()
+        self._source = private_memory(PASS_BLOCKS * BLOCK_BYTES, seed=number).reshape(PASS_BLOCKS, BLOCK_BYTES)
+
+    def renew(self) -> None:
+        """Store its blocks anew: what a round writes may fill the store once, and would recycle older ones."""
+        self._client.purge(self._handle)
+        expect("stored", self._client.store(self._handle, self._keys, self._source).stored, PASS_BLOCKS)
+        self._client.flush()
 
     def run(self, until: Callable[[], bool]) -> None:
         """Read until told to stop."""
@@ -166,6 +170,8 @@ def rows(options: Options) -> Iterator[Row]:
         writer = Writer(client)
         alone, writing, mixed = [], [], []
         for _ in range(1 + rounds):
+            for reader in readers:
+                reader.renew()
             alone.append(measure(readers, None, writer, seconds))
             writing.append(measure([], writer, writer, seconds))
             mixed.append(measure(readers, writer, writer, seconds))
