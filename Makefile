@@ -100,10 +100,11 @@ $(VLLM):
 	@rm -f $(VLLM_VENV)/.installed-*
 	@touch $@
 
+# Its list pins everything, and another transformers than the other engines' (constraints.txt).
 $(LMCACHE):
 	@$(call make-venv,$(LMCACHE_VENV))
 	@echo "==> LMCache and what it needs, 1.6 GB (a few minutes)"
-	@$(LMCACHE_VENV)/bin/python $(PIP_INSTALL) --no-deps --requirement $(LMCACHE_PINS)
+	@$(LMCACHE_VENV)/bin/python -m pip install --disable-pip-version-check --no-deps --requirement $(LMCACHE_PINS)
 	@$(LMCACHE_VENV)/bin/python $(PIP_INSTALL) --no-deps --editable .
 	@rm -f $(LMCACHE_VENV)/.installed-*
 	@touch $@

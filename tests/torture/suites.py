@@ -9,7 +9,12 @@ from collections.abc import Iterator
 from tests.torture.driver import environment
 from tests.torture.parts import Part, Unit
 
-FOLDERS = ("tests/fault/storage/test_killed.py", "tests/fault/storage/test_power_loss.py", "tests/gpu")
+FOLDERS = (
+    "tests/fault/storage/test_killed.py",
+    "tests/fault/storage/test_power_loss.py",
+    "tests/gpu",
+    "tests/integration/test_soak.py",
+)
 """Where the marked tests are, one unit each; a test holds this list to what pytest collects."""
 NOTHING_COLLECTED = 5
 

@@ -101,9 +101,11 @@ def _slots_there(board: Word, chain: Word, position: Word, used: Word) -> Word:
 
 
 @helper
-def _hold(board: Word, slots: Word, more: Word) -> None:
-    """Holds of slots, -1 for none, that begin or end together: no block can go in between."""
+def _hold(board: Word, slots: Word, before: Word, more: Word) -> None:
+    """Holds of slots, and of the one `before` them, -1 for none, that begin or end together: none can go in between."""
     holds = at.column_i32(board, at.HOLDS)
+    if before >= 0:
+        holds[before] += more
     for slot in slots:
         if slot >= 0:
             holds[slot] += more
@@ -171,11 +173,11 @@ def reserve(
     told[RETURNED] = _lately_evicted(board, cls, rows[:new])
     used = np.empty(chain.size, np.int32)
     hits = _slots_there(board, chain, position[:new], used)
-    # What is there of the request may not go to make its room.
-    _hold(board, used, 1)
+    # What is there of the request, and the block that it goes on from, may not go to make its room.
+    _hold(board, used, before, 1)
     if new > free:
         free += evict(board, cls, new - free, MAX_SCAN, was, now_ms, keys_out, told)
-    _hold(board, used, -1)
+    _hold(board, used, before, -1)
     granted = min(new, free)
     told[SHORT] = new - granted
     take_free(board, cls, slots[:granted])

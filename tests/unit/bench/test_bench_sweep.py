@@ -63,7 +63,8 @@ def test_loads_read_what_they_stored_in_a_real_daemon(tmp_path: Path, monkeypatc
     monkeypatch.setattr(sweep, "PROMPTS", 3)
     settings = {
         "gpu__capacity": 0,
-        "host__capacity": 64 << 20,
+        "host__capacity": 256 << 20,
+        "host__chunk_bytes": 16 << 20,
         "nvme__capacity": 256 << 20,
         "nvme__segment_bytes": 16 << 20,
     }
