@@ -36,7 +36,7 @@ SHAPES = {
     "2 MiB": Geometry(block_size=64, layers=32, kv_heads=2, k_dim=128, v_dim=128),
 }
 BATCH_BYTES = 64 * MIB
-SUMS = "layer_sums"
+SUMS = "sums_of_blocks"
 """What the reader verifies with."""
 
 
