@@ -292,7 +292,7 @@ class WriteBehind:
         # Deleted, or loss forbidden, while it was being written: what reached the disk must not come back.
         for i in np.flatnonzero(~wanted).tolist():
             key = copies.blocks.table.key[rows[i]].tobytes()
-            copies.dead_extents.append((batch.entry.digest, key, extents[i]))
+            copies.dead_extents.append((batch.entry.stored_digest, key, extents[i]))
         self._wake.set()
 
     def _end_move(self, rows: Rows) -> None:
