@@ -143,13 +143,17 @@ class Bench:
         self.keys = random_keys(blocks, seed=4)
         self.in_nvme = self._place()
 
-    def _place(self) -> int:
+    def _store(self) -> None:
+        """Have all blocks on nvme."""
         for begin in range(0, self.blocks, BATCH):
             keys = self.keys[begin : begin + BATCH]
             expect("stored", self.client.store(self.handle, keys, self.kv.packed[: len(keys)]).stored, len(keys))
             if begin % (8 * BATCH) == 0:
                 self.client.flush()
         self.client.flush()
+
+    def _place(self) -> int:
+        self._store()
         self.client.purge(self.handle, tiers=["gpu", "host"])
         order = np.random.default_rng(5).permutation(self.blocks)
         gpu, host = int(self.blocks * GPU_SHARE), int(self.blocks * HOST_SHARE)

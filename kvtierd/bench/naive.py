@@ -29,7 +29,7 @@ from kvtierd.bench.naive_decode import decode_rows
 from kvtierd.bench.options import Options, need_memory, thread_count
 from kvtierd.bench.rounds import alternate, timed
 from kvtierd.bench.rows import BenchError, Row, make_row
-from kvtierd.bench.workload import TIMEOUT_S, daemon_and_client, expect
+from kvtierd.bench.workload import TIMEOUT_S, daemon_and_client
 from kvtierd.core.units import MIB, PAGE_BYTES, align_up
 from kvtierd.gpu.attend import Blocks, checked_query
 from kvtierd.gpu.attend_host import HostAttention
@@ -47,12 +47,7 @@ class Context(Bench):
     """Blocks that are stored once, on nvme, and put into tiers by shares."""
 
     def _place(self) -> int:
-        for begin in range(0, self.blocks, BATCH):
-            keys = self.keys[begin : begin + BATCH]
-            expect("stored", self.client.store(self.handle, keys, self.kv.packed[: len(keys)]).stored, len(keys))
-            if begin % (8 * BATCH) == 0:
-                self.client.flush()
-        self.client.flush()
+        self._store()
         return self.blocks
 
     def place(self, gpu_share: float, host_share: float) -> None:

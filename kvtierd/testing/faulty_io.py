@@ -56,6 +56,18 @@ class Fault:
             raise OSError(self.errno, os.strerror(self.errno))
 
 
+FAULTS = {
+    "fails": Fault(errno.EIO),
+    "disk full": Fault(errno.ENOSPC),
+    "short": Fault(0, 4096),
+    "no progress": Fault(0, 0),
+    "torn within the header": Fault(errno.EIO, 512),
+    "torn behind the header": Fault(errno.EIO, 4096 + 512),
+    "fails though all bytes moved": Fault(errno.EIO, None),
+}
+"""What can go wrong with a call, by name: a run of each call in turn goes through all of them."""
+
+
 Plan = Callable[[Call], Fault | None]
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import errno
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,20 +25,11 @@ from kvtierd.core.units import KIB, MIB
 from kvtierd.protocol import messages as m
 from kvtierd.protocol.service import Session
 from kvtierd.storage import SegmentStore
-from kvtierd.testing.faulty_io import Call, Fault, FaultyIo, fail_call
+from kvtierd.testing.faulty_io import FAULTS, Call, Fault, FaultyIo, fail_call
 from kvtierd.testing.memory_disk import MemoryDisk, MemoryIo
 from kvtierd.testing.rig import SHAPE, Rig, make_keys, pattern, small_settings
 from tests.torture.parts import Part, Unit
 
-FAULTS = {
-    "fails": Fault(errno.EIO),
-    "disk full": Fault(errno.ENOSPC),
-    "short": Fault(0, 4096),
-    "no progress": Fault(0, 0),
-    "torn within the header": Fault(errno.EIO, 512),
-    "torn behind the header": Fault(errno.EIO, 4096 + 512),
-    "fails though all bytes moved": Fault(errno.EIO, None),
-}
 PROMPTS, LENGTH = 8, 4
 STORE: dict[str, Any] = {
     "capacity": 600 * KIB,

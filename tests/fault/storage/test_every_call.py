@@ -12,22 +12,12 @@ from kvtierd.core.clock import ManualClock
 from kvtierd.core.errors import ExitCode, StartupError, StorageError
 from kvtierd.core.units import KIB
 from kvtierd.storage import Extent, SegmentStore
-from kvtierd.testing.faulty_io import Call, Fault, FaultyIo, fail_call
+from kvtierd.testing.faulty_io import FAULTS, Call, Fault, FaultyIo, fail_call
 from kvtierd.testing.memory_disk import MemoryDisk, MemoryIo
 from tests.unit.storage.blocks import ON_A_MODEL, Block, by_key, known, readable, run, settings
 
 pytestmark = ON_A_MODEL
 TINY = {"capacity": 380 * KIB, "segment_bytes": 80 * KIB, "io_threads": 1}
-
-FAULTS = {
-    "fails": Fault(errno.EIO),
-    "disk full": Fault(errno.ENOSPC),
-    "short": Fault(0, 4096),
-    "no progress": Fault(0, 0),
-    "torn within the header": Fault(errno.EIO, 512),
-    "torn behind the header": Fault(errno.EIO, 4096 + 512),
-    "fails though all bytes moved": Fault(errno.EIO, None),
-}
 
 
 @dataclasses.dataclass
