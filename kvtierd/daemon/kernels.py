@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
 import importlib
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +20,8 @@ SERVED = ("index", "policy", "tiers/steps")
 LATER = ("gpu/host_kernels",)
 """Folders whose functions are loaded when somebody may want them (kvtierd.tiers.later_kernels), once they are compiled
 and in the cache."""
+
+LOCK_RETRY_S = 0.2
 
 
 def choose_cache(cache_dir: str) -> CacheState:
@@ -40,13 +46,40 @@ def load_kernels(
     if folders is None:
         folders = (*SERVED, *(folder for folder in LATER if not is_compiled(folder)))
     paths = sorted(path for folder in folders for path in (PACKAGE / folder).rglob("[!_]*.py"))
-    for number, path in enumerate(paths):
-        tell(number, len(paths))
-        importlib.import_module(".".join((PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts)))
-    for folder in folders:
-        if (mark := _mark(folder)) is not None:
-            mark.touch()
+    with _alone_where_it_compiles(folders, lambda: tell(0, len(paths))):
+        for number, path in enumerate(paths):
+            tell(number, len(paths))
+            importlib.import_module(".".join((PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts)))
+        for folder in folders:
+            if (mark := _mark(folder)) is not None:
+                mark.touch()
     return time.monotonic() - begin_s
+
+
+@contextlib.contextmanager
+def _alone_where_it_compiles(folders: Sequence[str], tell: Callable[[], None]) -> Iterator[None]:
+    """Hold the cache alone while it is filled; others who start meanwhile wait, and then load what they need.
+
+    Numba replaces each file of its cache atomically, but not the index and the code that it names together: of three
+    processes that compile a function with three signatures at a time, one may be given the code of another signature.
+    """
+    from kvtierd.index.jit import cache_state
+
+    directory = cache_state().directory
+    if directory is None or all(map(is_compiled, folders)):
+        yield
+        return
+    with (directory / "lock").open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if all(map(is_compiled, folders)):  # whoever has it only loads what is there by now
+                    break
+                tell()
+                time.sleep(LOCK_RETRY_S)
+        yield
 
 
 def is_compiled(folder: str) -> bool:
@@ -56,8 +89,18 @@ def is_compiled(folder: str) -> bool:
 
 
 def _mark(folder: str) -> Path | None:
-    """The file that says so; None where nothing is cached. The cache's own folder is one of these very sources."""
-    from kvtierd.index.jit import cache_state
+    """The file that says so; None where nothing is cached.
+
+    The cache's own folder is one of these very sources. Numba goes by where they lie and when they were written, too:
+    what another installation of the same version has compiled is not ours.
+    """
+    from kvtierd.index.jit import PACKAGE, cache_state
 
     directory = cache_state().directory
-    return None if directory is None else directory / f"complete-{folder.replace('/', '-')}"
+    if directory is None:
+        return None
+    digest = hashlib.sha256(os.fsencode(PACKAGE / folder))
+    for path in sorted((PACKAGE / folder).rglob("*.py")):
+        found = path.stat()
+        digest.update(f"|{path.name}|{found.st_mtime_ns}|{found.st_size}".encode())
+    return directory / f"complete-{folder.replace('/', '-')}-{digest.hexdigest()[:16]}"

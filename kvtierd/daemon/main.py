@@ -33,6 +33,7 @@ THREADING = {
 }
 """Read by libraries when they are loaded; what the environment says already is the operator's word."""
 
+STDERR_FD = 2
 INTERRUPTED = 128 + signal.SIGINT
 
 COMPILE_S = 120.0
@@ -54,6 +55,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the daemon until it is told to stop; returns the exit code (kvtierd.core.errors.ExitCode)."""
+    # Where every thread stood when a watchdog's SIGABRT, or a crash in a library, came; before any library is loaded.
+    faulthandler.enable(STDERR_FD)
     args = build_parser().parse_args(argv)
     try:
         return _main(args)
@@ -95,7 +98,6 @@ def _run(settings: Settings, reread: Callable[[], Loaded], args: argparse.Namesp
     from kvtierd.daemon.app import run
 
     os.umask(UMASK)
-    faulthandler.enable()  # where every thread stood when a watchdog's SIGABRT, or a crash in a library, came
     try:
         asyncio.run(run(settings, _load, reread=reread, ready_fd=args.ready_fd, stop_fd=args.stop_fd))
     except StartupError as error:

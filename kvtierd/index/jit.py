@@ -5,17 +5,21 @@ from the folder. `configure_cache` must come before the first such import; other
 
 Numba's cache is pickle, and unpickling runs code. Therefore the folder must belong to this user with mode 0700; one
 that does not is not used, and `cache_state` says so. Numba stamps a kernel with its own source file only and would
-miss a change of a function that it calls in another one, therefore the folder is named by a hash of all of them.
+miss a change of a function that it calls in another one, or of a constant, therefore the folder is named by a hash of
+all of them.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
 import hashlib
 import os
+import re
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -33,6 +37,8 @@ Word = Any
 PACKAGE = Path(__file__).resolve().parent.parent
 SOURCES = ("index", "policy", "tiers/steps", "gpu/host_kernels")
 """Folders of the package that hold compiled functions."""
+_IMPORT = re.compile(r"^from (kvtierd\.[\w.]+) import (\([^)]*\)|.*)", re.MULTILINE)
+_CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,8 +134,37 @@ def _not_ours(path: Path) -> str:
 def _drop_torn_files(folder: Path) -> None:
     """Remove empty files: Numba renames without fsync, so a power failure can leave them, and then no start works."""
     for file in folder.rglob("*.nb[ic]"):
-        if file.stat().st_size == 0:
-            file.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process may be doing the same
+            if file.stat().st_size == 0:
+                file.unlink()
+
+
+def _constants() -> Iterator[str]:
+    """Constants of other modules that compiled functions may have frozen in, and those that these are made of."""
+    own = [file for folder in SOURCES for file in sorted((PACKAGE / folder).glob("**/*.py"))]
+    waiting = sorted({name for file in own for name, _ in _IMPORT.findall(file.read_text())})
+    known = set(waiting)
+    while waiting:
+        file = PACKAGE.parent.joinpath(*waiting.pop().split(".")).with_suffix(".py")
+        if not file.is_file() or file in own:
+            continue
+        text = file.read_text()
+        yield from (f"{file.name}: {text}" for text in _assigned(ast.parse(text)))
+        found = {
+            name for name, names in _IMPORT.findall(text) if any(map(_CONSTANT.fullmatch, re.split(r"\W+", names)))
+        }
+        waiting += sorted(found - known)
+        known |= found
+
+
+def _assigned(tree: ast.Module) -> Iterator[str]:
+    """Assignments to names of constants, of a module and of its classes."""
+    for node in (*tree.body, *(inner for one in tree.body if isinstance(one, ast.ClassDef) for inner in one.body)):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names = [part.id for target in targets if target is not None for part in ast.walk(target)
+                 if isinstance(part, ast.Name)]  # fmt: skip
+        if any(map(_CONSTANT.fullmatch, names)):
+            yield ast.dump(node)
 
 
 def _cache_name() -> str:
@@ -139,4 +174,6 @@ def _cache_name() -> str:
     for folder in SOURCES:
         for file in sorted((PACKAGE / folder).glob("**/*.py")):
             digest.update(f"{folder}/{file.name}".encode() + b"\0" + file.read_bytes())
+    for constant in _constants():
+        digest.update(constant.encode())
     return f"{getattr(kvtierd, '__version__', '0')}-{llvm.get_host_cpu_name()}-{digest.hexdigest()[:16]}"

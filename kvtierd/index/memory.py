@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import mmap
 import queue
@@ -51,22 +52,37 @@ def _touch_pages(memory: Flat, begin: int, end: int) -> None:
 
 
 class _Backer:
-    """A thread that touches pages, started when first needed; it sleeps until there are some."""
+    """A thread that touches pages, started when first needed; it sleeps until there are some.
+
+    It ends before the interpreter does: a thread that comes back from compiled code into an interpreter that is being
+    taken down is ended there and then, with compiled frames on its stack, and the process may end with SIGSEGV.
+    """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Flat, int, int]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Flat, int, int] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._ended = False
 
     def touch(self, memory: Flat, begin: int, end: int) -> None:
         """Touch bytes begin..end-1 soon."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvtierd-memory", daemon=True)
             self._thread.start()
+            atexit.register(self._end, self._thread)
         self._jobs.put((memory, begin, end))
 
     def _run(self) -> None:
-        while True:
-            _touch_pages(*self._jobs.get())
+        while (job := self._jobs.get()) is not None:
+            memory, begin, end = job
+            for piece in range(begin, end, HUGE_PAGE_BYTES):
+                if self._ended:
+                    return
+                _touch_pages(memory, piece, min(end, piece + HUGE_PAGE_BYTES))
+
+    def _end(self, thread: threading.Thread) -> None:
+        self._ended = True
+        self._jobs.put(None)
+        thread.join()
 
 
 _backer: Final = _Backer()

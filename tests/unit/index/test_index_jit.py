@@ -105,3 +105,28 @@ def test_the_default_folder_is_the_services_or_the_users(monkeypatch):
     monkeypatch.delenv("CACHE_DIRECTORY")
     monkeypatch.setenv("XDG_CACHE_HOME", "/home/u/.c")
     assert jit.default_cache_directory() == Path("/home/u/.c/kvtierd")
+
+
+def test_the_folder_is_named_by_constants_of_other_modules_that_kernels_freeze_in(tmp_path, monkeypatch):
+    package = tmp_path / "kvtierd"
+    (package / "index").mkdir(parents=True)
+    (package / "tiers").mkdir()
+    monkeypatch.setattr(jit, "PACKAGE", package)
+    (package / "index" / "kernel.py").write_text("from kvtierd.tiers.blocks import VISIBLE\n")
+
+    def named(blocks, flags):
+        (package / "tiers" / "blocks.py").write_text(f"from kvtierd.tiers.flags import FIRST\n{blocks}\n")
+        (package / "tiers" / "flags.py").write_text(f"{flags}\n")
+        return jit._cache_name()
+
+    first = named("VISIBLE = FIRST << 1", "FIRST = 1")
+    assert named("VISIBLE = FIRST << 2", "FIRST = 1") != first
+    assert named("VISIBLE = FIRST << 1", "FIRST = 2") != first, "what it is made of counts too"
+    assert named("VISIBLE = FIRST << 1", "class Kind:\n    FIRST = 1\nFIRST = 1") != first
+    assert named("VISIBLE = FIRST << 1\ndef other(): return 3", "FIRST = 1") == first, "nothing else does"
+
+
+def test_constants_of_this_package_are_found():
+    found = "\n".join(jit._constants())
+    for name in ("VISIBLE", "TIER_HOST", "SLOT_GRANTED", "ORPHAN", "MAX_SCAN", "KEY_BYTES"):
+        assert f"id='{name}'" in found, name
