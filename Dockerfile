@@ -14,7 +14,8 @@ ARG GID=990
 RUN groupadd --system --gid ${GID} kvtierd \
     && useradd --system --uid ${UID} --gid ${GID} --no-create-home --home-dir /var/lib/kvtierd kvtierd \
     && install -d -o kvtierd -g kvtierd -m 0755 /run/kvtierd \
-    && install -d -o kvtierd -g kvtierd -m 0700 /var/lib/kvtierd /var/cache/kvtierd
+    && install -d -o kvtierd -g kvtierd -m 0700 /var/lib/kvtierd \
+    && install -d -m 0700 /var/cache/kvtierd
 
 COPY . /src
 WORKDIR /src
