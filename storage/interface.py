@@ -35,6 +35,10 @@ class DiskError(StorageError):
     """The disk refused: not the caller's mistake, and not damage of what is stored."""
 
 
+class GoneError(StorageError):
+    """The block is no longer where the caller was told: its segment was recycled meanwhile. A miss, and no fault."""
+
+
 class DegradedError(DiskError):
     """Not tried, because the disk takes no writes now; why was said when that began."""
 
@@ -172,8 +176,13 @@ class BlockStore(Protocol):
         """Tell the store the caller's numbers of the recovered extents, in their order."""
         ...
 
-    def on_reclaim(self, callback: Callable[[list[tuple[int, Extent]]], None]) -> None:
-        """Set who is told, on the loop, which (tag, extent) pairs are about to be recycled; reads of them then fail."""
+    def on_reclaim(
+        self,
+        callback: Callable[[list[tuple[int, Extent]]], None],
+        lost: Callable[[list[tuple[int, Extent]]], None] | None = None,
+    ) -> None:
+        """Set who is told, on the loop, which (tag, extent) pairs are about to be recycled; reads of them then fail
+        with GoneError. `lost` is told of those that a failed sync put in doubt; without it `callback` is."""
         ...
 
     def on_rewrite(

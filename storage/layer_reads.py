@@ -17,7 +17,7 @@ from kvtierd.core.checksum import Bytes, block_sum
 from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.index.xxh3 import sums_of_parts
 from kvtierd.storage.buffers import Scratch
-from kvtierd.storage.interface import DiskError, LayerItem
+from kvtierd.storage.interface import DiskError, GoneError, LayerItem
 from kvtierd.storage.io import read_exact
 from kvtierd.storage.layout import BlockShape, block_shape
 from kvtierd.storage.pool import IoPool
@@ -78,7 +78,7 @@ class LayerReads:
         segment = self._ring.get(item.extent.segment)
         row = segment.rows.find(item.extent) if segment is not None else -1
         if segment is None or row < 0 or segment.rows.prints[row] != fingerprint(item.namespace, item.key):
-            fetch.error = StorageError(f"{fetch.name} is no longer in {fetch.where}")
+            fetch.error = GoneError(f"{fetch.name} is no longer in {fetch.where}")
             return
         fetch.segment, fetch.life = segment, segment.life
 
@@ -103,6 +103,8 @@ class LayerReads:
             self._counters["read_bytes"] += _needed_bytes(fetch)
         elif isinstance(fetch.error, CorruptionError):
             self._counters["corrupt_reads"] += 1
+        elif isinstance(fetch.error, GoneError):
+            self._counters["gone_reads"] += 1
         else:
             self._counters["failed_reads"] += 1
 

@@ -33,7 +33,13 @@ class Live:
     """The parts of an open store, put together."""
 
     def __init__(
-        self, opened: Opened, pool: IoPool, namespaces: dict[bytes, Namespace], counters: Counter[str], tell: Reclaimed
+        self,
+        opened: Opened,
+        pool: IoPool,
+        namespaces: dict[bytes, Namespace],
+        counters: Counter[str],
+        tell: Reclaimed,
+        lost: Reclaimed,
     ) -> None:
         ring = self.ring = opened.ring
         self.pool = pool
@@ -44,7 +50,7 @@ class Live:
         self.reads = ReadPath(ring, pool, counters)
         self.layer_reads = LayerReads(ring, pool, counters)
         journaling = Journaling(ring, opened.index, namespaces, opened.reopening.unjournaled)
-        self._syncer = Syncer(ring, pool, self.writes, journaling, counters, tell)
+        self._syncer = Syncer(ring, pool, self.writes, journaling, counters, lost)
         self._checkpointing: asyncio.Task[None] | None = None
         self.flusher = Flusher(self._sync)
         self._filled = False

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.storage.appender import BREATH
-from kvtierd.storage.interface import ReadItem
+from kvtierd.storage.interface import GoneError, ReadItem
 from kvtierd.storage.pool import IoPool
 from kvtierd.storage.reader import Fetch, ReadRun, fetch_of, fetch_run, verify_run
 from kvtierd.storage.ring import Ring
@@ -61,7 +61,7 @@ class ReadPath:
         row = segment.rows.find(item.extent) if segment is not None else -1
         if segment is None or row < 0 or segment.rows.prints[row] != fingerprint(item.namespace, item.key):
             place = f"segment {item.extent.segment} at {item.extent.offset}"
-            fetch.error = StorageError(f"block {item.key.hex()[:16]} is no longer in {place}")
+            fetch.error = GoneError(f"block {item.key.hex()[:16]} is no longer in {place}")
             return None
         return segment
 
@@ -79,5 +79,7 @@ class ReadPath:
             self._counters["read_bytes"] += fetch.item.extent.length
         elif isinstance(fetch.error, CorruptionError):
             self._counters["corrupt_reads"] += 1
+        elif isinstance(fetch.error, GoneError):
+            self._counters["gone_reads"] += 1
         else:
             self._counters["failed_reads"] += 1

@@ -71,6 +71,7 @@ class SegmentStore:
         self.progress = Progress()
         """Of the I/O threads, from the start of `open`."""
         self._tell: Reclaimed = lambda _: None
+        self._lost: Reclaimed = lambda _: None
         self._rewriting: tuple[Heats, Moved] | None = None
         self._live: Live | None = None
 
@@ -119,7 +120,7 @@ class SegmentStore:
         self._namespaces.update(recovered.namespaces)
         self._counters["dropped_records"] = recovered.dropped
         recovered.notes[:0] = self._io.notes
-        self._live = Live(opened, pool, self._namespaces, self._counters, self._announce)
+        self._live = Live(opened, pool, self._namespaces, self._counters, self._announce, self._doubt)
         health = Health(self._directory, self._files, opened.ring.try_disk, self._clock, self._counters)
         scrubber = Scrubber(opened.ring, pool, self._live.writes, self._counters, self._settings.scrub_rate)
         before = opened.index.lifetime_bytes
@@ -152,13 +153,13 @@ class SegmentStore:
         if self._live is not None:
             self._live.rewriter.heats, self._live.rewriter.moved = self._rewriting
 
-    def on_reclaim(self, callback: Reclaimed) -> None:
-        """Set who is told of extents that are about to be recycled, or that a failed sync put in doubt.
+    def on_reclaim(self, callback: Reclaimed, lost: Reclaimed | None = None) -> None:
+        """Set who is told of extents that are about to be recycled, and of those that a failed sync put in doubt.
 
         Only extents that `write` has returned or `open` has found are announced. Whoever awaits `write` through a task
         of its own may be told of extents before that task's result is looked at.
         """
-        self._tell = callback
+        self._tell, self._lost = callback, lost or callback
 
     def register(self, digest: bytes, namespace: Namespace) -> None:
         """Make a namespace known. Raises ValueError when the digest is not the namespace's."""
@@ -252,6 +253,9 @@ class SegmentStore:
 
     def _announce(self, told: list[tuple[int, Extent]]) -> None:
         self._tell(told)
+
+    def _doubt(self, told: list[tuple[int, Extent]]) -> None:
+        self._lost(told)
 
     def _opened(self) -> Live:
         if self._live is None:

@@ -69,6 +69,7 @@ class StripedStore:
         for device in self._devices:
             device.store.progress = self.progress
         self._tell: Reclaimed = lambda _: None
+        self._lost: Reclaimed = lambda _: None
         # Extents that a device has acknowledged while the caller's batch still waits for others; False: gone again.
         self._unreturned: dict[Extent, bool] = {}
 
@@ -123,13 +124,16 @@ class StripedStore:
             own = extents.take(mine)
             device.store.adopt(Extents(own.segment // np.uint32(count), own.page, own.length), tags[mine])
 
-    def on_reclaim(self, callback: Reclaimed) -> None:
+    def on_reclaim(self, callback: Reclaimed, lost: Reclaimed | None = None) -> None:
         """See BlockStore.on_reclaim."""
-        self._tell = callback
+        self._tell, self._lost = callback, lost or callback
         for place, device in enumerate(self._devices):
-            device.store.on_reclaim(functools.partial(self._announce, place))
+            device.store.on_reclaim(
+                functools.partial(self._announce, place),
+                functools.partial(self._announce, place, lost=True),
+            )
 
-    def _announce(self, place: int, told: list[tuple[int, Extent]]) -> None:
+    def _announce(self, place: int, told: list[tuple[int, Extent]], *, lost: bool = False) -> None:
         known = []
         for tag, own in told:
             extent = self._global(place, own)
@@ -138,7 +142,7 @@ class StripedStore:
             else:
                 known.append((tag, extent))
         if known:
-            self._tell(known)
+            (self._lost if lost else self._tell)(known)
 
     def on_rewrite(self, heats: Heats, moved: Moved) -> None:
         """See BlockStore.on_rewrite."""

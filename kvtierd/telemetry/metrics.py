@@ -91,6 +91,9 @@ _ROWS = (
     Metric("table_evicted_blocks", "counter", "blocks on disk forgotten because max_blocks was reached"),
     Metric("nvme_reclaimed_blocks", "counter", "copies lost because their segment was recycled"),
     Metric("write_queue_bytes", "gauge", "bytes waiting to be written to disk"),
+    Metric("nvme_to_host_queue_bytes", "gauge", "bytes asked of the disk that are not in host yet"),
+    Metric("gpu_to_host_queue_bytes", "gauge", "likewise of gpu"),
+    Metric("host_to_gpu_queue_bytes", "gauge", "bytes on their way into gpu"),
     *(
         Metric(f"{source}_to_{target}_moved_bytes", "counter", f"bytes copied from {source} to {target} by the daemon")
         for source, target in _HOPS

@@ -60,7 +60,11 @@ class MemoryStore:
         """Remember the caller's numbers."""
         self.tags.update(zip((extent.offset for extent in extents), tags.tolist(), strict=True))
 
-    def on_reclaim(self, callback: Callable[[list[tuple[int, Extent]]], None]) -> None:
+    def on_reclaim(
+        self,
+        callback: Callable[[list[tuple[int, Extent]]], None],
+        lost: Callable[[list[tuple[int, Extent]]], None] | None = None,  # noqa: ARG002 - its flushes lose nothing
+    ) -> None:
         """Remember who is told."""
         self._callback = callback
 

@@ -14,7 +14,7 @@ from kvtierd.core.geometry import Geometry
 from kvtierd.core.stored_form import Codec, EncodedLayout, form_of
 from kvtierd.core.token_spans import copy_tokens
 from kvtierd.index.xxh3 import sums_of_parts
-from kvtierd.storage.interface import BlockStore, LayerItem
+from kvtierd.storage.interface import BlockStore, GoneError, LayerItem
 from kvtierd.tiers.attend_places import Codecs, Numbers, Place, places_of
 from kvtierd.tiers.attend_ring import StagingRing
 from kvtierd.tiers.attend_stream import Job
@@ -115,6 +115,8 @@ class PartFetcher:
 
     def _lost(self, row: int, item: LayerItem, error: StorageError) -> None:
         """A part could not be read: a corrupt block is dropped for good, unless it lies elsewhere by now."""
+        if isinstance(error, GoneError):  # it lies elsewhere, or is a miss, which the store counts
+            return
         _log.warning("attention: %s", error, extra=self._copies.log_fields(row, "nvme"))
         if not isinstance(error, CorruptionError):
             self._copies.counters["attend_failed_parts"] += 1

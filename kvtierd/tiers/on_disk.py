@@ -27,7 +27,7 @@ class OnDisk:
         self._copies = copies
         self._store = store
         self._offload = offload
-        store.on_reclaim(self.reclaimed)
+        store.on_reclaim(self.reclaimed, self.in_doubt)
         store.on_rewrite(lambda rows: demand.heat(rows.astype(np.int32)), self.moved)
 
     def recover(self, found: Recovered) -> None:
@@ -74,11 +74,19 @@ class OnDisk:
 
     def reclaimed(self, gone: list[tuple[int, Extent]]) -> None:
         """The store recycles a segment: these extents are no copies any more."""
+        self._copies.counters["nvme_reclaimed_blocks"] += self._drop(gone)
+
+    def in_doubt(self, gone: list[tuple[int, Extent]]) -> None:
+        """A sync failed, so that nobody knows what of these extents is on disk; the store counts them."""
+        self._drop(gone)
+
+    def _drop(self, gone: list[tuple[int, Extent]]) -> int:
+        """These extents are no copies any more; how many blocks still had them."""
         table = self._copies.blocks.table
         rows = np.array([row for row, _ in gone], np.int32)
         segments = np.array([extent.segment for _, extent in gone])
         pages = np.array([extent.offset // PAGE_BYTES for _, extent in gone])
         same = (table.segment[rows] == segments) & (table.extent_page[rows] == pages)
         if same.any():
-            self._copies.counters["nvme_reclaimed_blocks"] += int(same.sum())
             self._copies.drop_nvme(rows[same])
+        return int(same.sum())

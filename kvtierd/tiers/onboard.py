@@ -17,7 +17,7 @@ from kvtierd.core.token_spans import clear_padding, copy_tokens, of_tokens
 from kvtierd.core.units import MIB
 from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME
-from kvtierd.storage.interface import BlockStore, ReadItem
+from kvtierd.storage.interface import BlockStore, GoneError, ReadItem
 from kvtierd.tiers.blocks import PREFETCHED, READ_BACK, Rows
 from kvtierd.tiers.compress_reads import Decoder
 from kvtierd.tiers.moves import Arrival, Claim, Move
@@ -211,10 +211,8 @@ class Onboarder:
             if store is not None and on_disk.size:
                 items = self._decoder.items(move, on_disk)
                 errors = await self._decoder.finish(move, on_disk, items, await self._read(store, items))
-                for i, error in zip(on_disk.tolist(), errors, strict=True):
-                    move.good[i] = error is None
-                    if error is not None:
-                        self._lost_on_disk(int(move.rows[i]), error)
+                move.good[on_disk] = [error is None for error in errors]
+                self._lost_on_disk(move.rows[on_disk], errors)
                 copies.blocks.mark_as(move.rows[move.good], READ_BACK)
                 copies.counters["onboarded_bytes"] += int(move.good.sum()) * entry.geometry.slot_bytes
         finally:
@@ -223,12 +221,13 @@ class Onboarder:
 
     async def _read(self, store: BlockStore, items: list[ReadItem]) -> list[StorageError | None]:
         moved, hop = 0, self._speeds.nvme
-        hop.begin()
+        asked = sum(item.out.size for item in items)
+        hop.begin(asked)
         try:
             errors = await store.read(items)
             moved = sum(item.out.size for item, error in zip(items, errors, strict=True) if error is None)
         finally:
-            hop.end(moved)
+            hop.end(moved, asked)
         return errors
 
     async def _from_compressed(self, move: Move) -> None:
@@ -248,11 +247,12 @@ class Onboarder:
                 gpu.copy_out(gpu_cls, source, view)
                 move.good[i] = bool((layer_sums(view, move.entry.geometry) == move.sums[i]).all())
 
-        self._speeds.gpu.begin()
+        asked = sources.size * gpu_cls.slot_bytes
+        self._speeds.gpu.begin(asked)
         try:
             await self._workers.run(copy_all)
         finally:
-            self._speeds.gpu.end(int(move.good.sum()) * gpu_cls.slot_bytes)
+            self._speeds.gpu.end(int(move.good.sum()) * gpu_cls.slot_bytes, asked)
             gpu.touch(gpu_cls, sources[gpu.pool.row[sources] >= 0])
             gpu.release(gpu_cls, sources)
             bad = ~move.good
@@ -304,7 +304,17 @@ class Onboarder:
         copies.host.release(cls, move.slots)
         move.done.set_result(None)
 
-    def _lost_on_disk(self, row: int, error: StorageError) -> None:
+    def _lost_on_disk(self, rows: Rows, errors: list[StorageError | None]) -> None:
+        gone = 0
+        for row, error in zip(rows.tolist(), errors, strict=True):
+            if isinstance(error, GoneError):
+                gone += 1
+            elif error is not None:
+                self._not_read(row, error)
+        if gone:  # misses, which the store counts
+            _log.info("nvme read: %d blocks were recycled before they could be read; they are misses", gone)
+
+    def _not_read(self, row: int, error: StorageError) -> None:
         """A block could not be read: a corrupt one is dropped for good, a failed read may succeed next time."""
         _log.warning("nvme read: %s", error, extra=self._copies.log_fields(row, "nvme"))
         kind = "onboard_corrupt_blocks" if isinstance(error, CorruptionError) else "onboard_failed_blocks"

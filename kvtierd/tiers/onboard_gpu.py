@@ -69,12 +69,13 @@ class GpuRaiser:
                 gpu.copy_in(gpu_cls, target, copies.host.view(host_cls, source))
 
         copied = False
-        self._speeds.gpu_in.begin()
+        asked = int(rows.size) * gpu_cls.slot_bytes
+        self._speeds.gpu_in.begin(asked)
         try:
             await self._workers.run(copy_all)
             copied = True
         finally:
-            self._speeds.gpu_in.end(copied * int(rows.size) * gpu_cls.slot_bytes)
+            self._speeds.gpu_in.end(copied * asked, asked)
             kept = copies.blocks.live(rows) & copied
             if kept.any():
                 gpu.set_sums(gpu_cls, slots[kept], copies.host.sums_of(host_cls, sources[kept]))

@@ -38,15 +38,19 @@ class Hop:
         self.moved_bytes = 0
         self.busy_ns = 0
         """Time in which at least one move was under way."""
+        self.waiting_bytes = 0
+        """Bytes asked for that have not arrived."""
 
-    def begin(self) -> None:
+    def begin(self, asked_bytes: int = 0) -> None:
         """A move starts."""
+        self.waiting_bytes += asked_bytes
         if not self._moving:
             self._since_ns = self._clock.now_ns()
         self._moving += 1
 
-    def end(self, moved_bytes: int) -> None:
-        """A move ends; bytes that did not arrive do not count."""
+    def end(self, moved_bytes: int, asked_bytes: int = 0) -> None:
+        """A move ends that began with the same `asked_bytes`; bytes that did not arrive do not count."""
+        self.waiting_bytes -= asked_bytes
         now_ns = self._clock.now_ns()
         self._moving -= 1
         self.moved_bytes += moved_bytes
@@ -97,6 +101,9 @@ class Speeds:
     def stats(self) -> dict[str, int]:
         """Rates by hop, and what went over those that no store counts."""
         return {
+            "nvme_to_host_queue_bytes": self.nvme.waiting_bytes,
+            "gpu_to_host_queue_bytes": self.gpu.waiting_bytes,
+            "host_to_gpu_queue_bytes": self.gpu_in.waiting_bytes,
             "gpu_to_host_moved_bytes": self.gpu.moved_bytes,
             "gpu_to_host_moving_ns": self.gpu.busy_ns,
             "host_to_gpu_moved_bytes": self.gpu_in.moved_bytes,

@@ -203,7 +203,8 @@ def test_failed_sync_forgets_the_blocks_it_covered_and_announces_them(folder: Pa
         io = FaultyIo(MemoryIo(disk))
         store = SegmentStore(settings(folder, **TINY), clock=ManualClock(), io=io)
         await store.open()
-        store.on_reclaim(story.reclaimed)
+        recycled: list[tuple[int, Extent]] = []
+        store.on_reclaim(recycled.extend, story.reclaimed)
         await write(store, story, range(2))
         await store.flush()
         await write(store, story, range(2, 4))
@@ -215,6 +216,7 @@ def test_failed_sync_forgets_the_blocks_it_covered_and_announces_them(folder: Pa
         await write(store, story, range(4, 6))
         await store.flush()
         assert store.stats()["lost_in_sync"] == 2
+        assert recycled == [], "what a failed sync put in doubt was not recycled"
         assert await reopened_after_power_loss(folder, disk, store) == {0, 1, 4, 5}
 
     async def reopened_after_power_loss(directory: Path, disk: MemoryDisk, store: SegmentStore) -> set[int]:

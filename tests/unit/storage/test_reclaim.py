@@ -11,7 +11,7 @@ import numpy as np
 from kvtierd.core.errors import StorageError
 from kvtierd.core.units import KIB, MIB
 from kvtierd.storage import Extent
-from kvtierd.storage.interface import Extents, IoMode
+from kvtierd.storage.interface import Extents, GoneError, IoMode
 from kvtierd.testing.faulty_io import FaultyIo
 from kvtierd.testing.memory_disk import MemoryDisk, MemoryIo
 from tests.unit.storage.blocks import LARGE, TINY, Block, Ledger, by_key, namespace, opened, put, readable, run
@@ -205,5 +205,20 @@ def test_case_11_real_full_disk_recycles_and_the_store_stays_up(mounted) -> None
             (point / "ballast").unlink()
             await put(store, *map(Block, range(100, 130)))
             assert store.stats()["segments"] > left
+
+    run(check)
+
+
+def test_a_read_that_lost_to_recycling_is_gone_and_no_failure_of_the_disk(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with opened(tmp_path, **TINY) as (store, _):
+            first = Block(0)
+            (extent,) = await put(store, first)
+            for number in range(1, 200):
+                await put(store, Block(number))
+            assert store.stats()["reclaimed_segments"] > 0
+            (error,) = await store.read([first.fetch(extent)])
+            assert isinstance(error, GoneError)
+            assert (store.stats()["gone_reads"], store.stats()["failed_reads"]) == (1, 0)
 
     run(check)
