@@ -135,6 +135,7 @@ class Dispatcher:
             message = f"{len(peer.tasks)} requests of this session are in flight, which is the limit"
             raise RequestError(ErrorCode.BUSY, message, retry_after_ms=10)
         if (quota := peer.session.quota) is not None and quota.full:
+            quota.refused += 1
             message = f"{quota.count} requests of this tenant are in flight, which is its limit"
             raise RequestError(ErrorCode.BUSY, message, retry_after_ms=10)
 

@@ -13,9 +13,10 @@ Frame = bytes | bytearray | memoryview
 
 
 class RequestQuota(Protocol):
-    """How many requests of a tenant may be worked on; `count` is kept by the server."""
+    """How many requests of a tenant may be worked on. `count`, and how many were refused, are kept by the server."""
 
     count: int
+    refused: int
 
     @property
     def full(self) -> bool:

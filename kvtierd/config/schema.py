@@ -166,6 +166,10 @@ class Leases(_Section, frozen=True, kw_only=True):
     """Leases and reservations of all clients at one time."""
     reservation_ttl_ms: Annotated[Milliseconds, _LIVE] = 10_000
     """After it an uncommitted reservation is quarantined: counted, and freed only with its owner."""
+    tenant_share: Annotated[float, Meta(gt=0, le=1), _LIVE] = 0.5
+    """Where there are several tenants, the share of the host tier that leases, reservations and open sequences of one
+    of them may hold, over all of its clients; likewise of `max_leases`. Of a request that wants more the leading blocks
+    are served; `busy` where there is room for none. A tenant that is alone may hold all of it."""
     max_pinned_share: Annotated[float, Meta(ge=0, le=1), _LIVE] = 0.5
     """Share of the host tier that pins may hold."""
 
@@ -203,6 +207,9 @@ class Metrics(_Section, frozen=True, kw_only=True):
     """Time every request, and count the tokens found: without it there are no request metrics, slow log or watch."""
     slow_ms: Annotated[int, Meta(ge=0, le=3_600_000), _LIVE] = 100
     """Requests that take longer go to the slow log (`kvtierctl slowlog`); 0 keeps all of them."""
+    tenants: Annotated[bool, _LIVE] = True
+    """Say on `listen` what each tenant has and does, under its name. Every user of this machine can read it: where
+    tenants must not see each other's load, switch it off. The operators' socket always has it."""
 
 
 class Testing(_Section, frozen=True, kw_only=True):

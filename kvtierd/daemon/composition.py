@@ -27,6 +27,7 @@ from kvtierd.daemon.pages import Pages
 from kvtierd.daemon.report import reporter
 from kvtierd.daemon.requests import RequestLog
 from kvtierd.daemon.tenant_events import TenantEvents
+from kvtierd.daemon.tenant_metrics import TenantNumbers, numbers_of
 from kvtierd.gpu import open_device
 from kvtierd.protocol.endpoint import SOCKET_NAME
 from kvtierd.storage.io_select import SelectedIo
@@ -120,6 +121,30 @@ class Daemon:
                 **self._manager.quotas.described(name, settings.tenants.get(name, Tenant())),
             }
             for name in names
+        ]
+
+    @property
+    def shows_tenants(self) -> bool:
+        """Whether anybody may read what each tenant has and does."""
+        return self._manager.settings.metrics.tenants
+
+    def tenant_numbers(self, census: Census) -> list[TenantNumbers]:
+        """What each tenant that is served has and does."""
+        settings, quotas = self._manager.settings, self._manager.quotas
+        entries: dict[str, list[NamespaceEntry]] = {}
+        for entry in self._manager.copies.namespaces.entries[: census.by_namespace.size]:
+            entries.setdefault(entry.tenant, []).append(entry)
+        return [
+            numbers_of(
+                name,
+                settings.tenants.get(name, Tenant()),
+                entries.get(name, []),
+                census,
+                quotas,
+                self._server.sessions_of(name),
+                self.requests.tokens_of(name),
+            )
+            for name in dict.fromkeys([settings.server.tenant, *settings.tenants])
         ]
 
     def hold_stores(self, *, yes: bool) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvtierd.core.errors import ErrorCode
+from kvtierd.daemon.tenant_metrics import LABELS
 from kvtierd.policy.ghosts import MULTIPLES
 from kvtierd.storage import stats as store
 from kvtierd.telemetry.metrics import METRICS, Metric
@@ -61,6 +62,7 @@ _TABLE = (
             "host_evicted_blocks": {"tier": "host", "reason": "room"},
             "host_watermark_blocks": {"tier": "host", "reason": "watermark"},
             "nvme_reclaimed_blocks": {"tier": "nvme", "reason": "room"},
+            "nvme_lost_in_sync": {"tier": "nvme", "reason": "sync"},
             "table_evicted_blocks": {"tier": "nvme", "reason": "max_blocks"},
             "quota_dropped_blocks": {"tier": "nvme", "reason": "quota"},
         },
@@ -99,7 +101,12 @@ _TABLE = (
     ),
     Sources(
         Family("transfer_queue_bytes", "gauge", "bytes", "bytes waiting to be moved"),
-        _moves(host_to_nvme="write_queue_bytes"),
+        _moves(
+            host_to_nvme="write_queue_bytes",
+            nvme_to_host="nvme_to_host_queue_bytes",
+            gpu_to_host="gpu_to_host_queue_bytes",
+            host_to_gpu="host_to_gpu_queue_bytes",
+        ),
     ),
     Sources(
         Family("nvme_writes_bytes_total", "counter", "bytes", "bytes written to the disk, and what for"),
@@ -277,6 +284,7 @@ def _documented() -> Iterator[tuple[Family, list[str]]]:
     yield REQUEST_SECONDS, ["operation"]
     yield ABSENCE_SECONDS, []
     yield BLOCK_STATES, ["tier", "state"]
+    yield from ((family, list(labels)) for family, labels in LABELS.items())
     for entry in sources():
         labels = list(dict.fromkeys(label for labels in entry.labels.values() for label in labels))
         yield entry.family, [*labels, "value"] if entry.texts else labels
@@ -304,6 +312,7 @@ _HEAD = """\
 
 `http://127.0.0.1:9464/metrics` (`metrics.listen`) in Prometheus' text format; `/healthz` is 200 while the loop and the
 threads get on, `/readyz` while clients are served, and `/` is a page for people. Counters start at 0 with the process.
+Those with the label `tenant` are there unless `metrics.tenants` is false, and always on the operators' socket.
 This file is made of `kvtierd/daemon/families.py`, and a test compares the two. Dashboard and alert rules:
 `systemd/grafana.json`, `systemd/alerts.yaml`.
 

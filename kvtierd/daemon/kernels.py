@@ -22,6 +22,8 @@ LATER = ("gpu/host_kernels",)
 and in the cache."""
 
 LOCK_RETRY_S = 0.2
+LOCK_PATIENCE_S = 600.0
+"""Longer than all of it takes to compile: whoever holds the cache then hangs, and is waited for no more."""
 
 
 def choose_cache(cache_dir: str) -> CacheState:
@@ -70,7 +72,8 @@ def _alone_where_it_compiles(folders: Sequence[str], tell: Callable[[], None]) -
         yield
         return
     with (directory / "lock").open("a") as file:
-        while True:
+        until_s = time.monotonic() + LOCK_PATIENCE_S
+        while time.monotonic() < until_s:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break

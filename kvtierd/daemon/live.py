@@ -1,7 +1,7 @@
 """What the live page shows, as one JSON object; the page itself is live.html beside this file.
 
-It is for anybody on the machine, so it names no model, client or tenant: namespaces are the beginnings of their
-digests, which `kvtierctl namespaces` explains to operators.
+It is for anybody on the machine, so it names no model or client, and tenants only where `metrics.tenants` says so:
+namespaces are the beginnings of their digests, which `kvtierctl namespaces` explains to operators.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from kvtierd.daemon.census import Census
 from kvtierd.daemon.requests import RequestLog
+from kvtierd.daemon.tenant_metrics import TenantNumbers
 
 TIERS = ("gpu", "host", "nvme")
 FLOWS = {
@@ -46,6 +47,15 @@ class Shown(Protocol):
 
     def namespaces(self, census: Census) -> list[dict[str, Any]]:
         """Every namespace with its blocks."""
+        ...
+
+    @property
+    def shows_tenants(self) -> bool:
+        """Whether anybody may read what each tenant has and does."""
+        ...
+
+    def tenant_numbers(self, census: Census) -> list[TenantNumbers]:
+        """What each tenant that is served has and does."""
         ...
 
 
@@ -84,9 +94,22 @@ def snapshot(shown: Shown, census: Census) -> dict[str, Any]:
             {"digest": entry["digest"][:DIGEST_DIGITS], "blocks": entry["blocks"], "bytes": entry["bytes"]}
             for entry in largest
         ],
+        "tenants": [_tenant(tenant) for tenant in shown.tenant_numbers(census)] if shown.shows_tenants else [],
         "slow_ms": shown.requests.slow_ms,
         "slow": [{name: entry[name] for name in _SLOW_FIELDS} for entry in slow[-SLOW:]],
     }  # fmt: skip
+
+
+def _tenant(tenant: TenantNumbers) -> dict[str, Any]:
+    return {
+        "name": tenant.name,
+        "clients": tenant.sessions,
+        "bytes": tenant.used_bytes,
+        "held_bytes": tenant.held_bytes or 0,
+        "asked_tokens": tenant.tokens.asked,
+        "hit_tokens": sum(tenant.tokens.hits(tier) for tier in tenant.blocks),
+        "refused": sum(tenant.refusals.values()),
+    }
 
 
 def _finite(seconds: float) -> float | None:

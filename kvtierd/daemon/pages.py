@@ -16,6 +16,7 @@ from kvtierd.daemon.http import Asked, Handler, Page
 from kvtierd.daemon.requests import RequestLog
 from kvtierd.daemon.selection import chosen, refusals
 from kvtierd.daemon.state import in_sections
+from kvtierd.daemon.tenant_metrics import TenantNumbers, collect_tenants
 from kvtierd.telemetry.fields import plain
 from kvtierd.telemetry.prometheus import CONTENT_TYPE, Histogram, Labels, Value, render
 from kvtierd.tiers.operator import Operator
@@ -59,6 +60,15 @@ class Viewed(Protocol):
         """Every tenant with what it has and may have."""
         ...
 
+    @property
+    def shows_tenants(self) -> bool:
+        """Whether anybody may read what each tenant has and does."""
+        ...
+
+    def tenant_numbers(self, census: Census) -> list[TenantNumbers]:
+        """What each tenant that is served has and does."""
+        ...
+
     def hold_stores(self, *, yes: bool) -> None:
         """Take no more stores, or take them again."""
         ...
@@ -75,9 +85,9 @@ class Pages:
         self.viewed: Viewed | None = None
 
     def public(self) -> Mapping[tuple[str, str], Handler]:
-        """For anybody on this machine: numbers, and no name of a tenant, a model or a client."""
+        """For anybody on this machine: numbers, no name of a model or a client, and of tenants as they are told to."""
         return {
-            ("GET", "/metrics"): self.metrics,
+            ("GET", "/metrics"): self.public_metrics,
             ("GET", "/healthz"): self.healthz,
             ("GET", "/readyz"): self.readyz,
             ("GET", "/"): self.live,
@@ -88,6 +98,7 @@ class Pages:
         """For root and the daemon's own user, whom the kernel lets through to the socket."""
         return {
             **self.public(),
+            ("GET", "/metrics"): self.metrics,
             ("GET", "/info"): self.info,
             ("GET", "/slowlog"): self.slowlog,
             ("GET", "/watch"): self.watch,
@@ -101,8 +112,15 @@ class Pages:
             ("POST", "/purge"): self.purge,
         }
 
+    async def public_metrics(self, _asked: Asked) -> Page:
+        """Everything that is counted, by tenant where the operator wants that here."""
+        return await self._metrics(tenants=self.viewed is not None and self.viewed.shows_tenants)
+
     async def metrics(self, _asked: Asked) -> Page:
         """Everything that is counted."""
+        return await self._metrics(tenants=True)
+
+    async def _metrics(self, *, tenants: bool) -> Page:
         if self.viewed is None:
             return _starting()
         viewed = self.viewed
@@ -110,8 +128,15 @@ class Pages:
         states = [({"tier": tier, "state": state}, count) for (tier, state), count in census.states().items()]
         seconds = [({"operation": name}, histogram) for name, histogram in viewed.requests.seconds.items()]
         absences: list[tuple[Labels, Value]] = [({}, viewed.absences())]
+        of_tenants = collect_tenants(viewed.tenant_numbers(census)) if tenants else ()
         text = render(
-            [*collect(viewed.state()), (BLOCK_STATES, states), (REQUEST_SECONDS, seconds), (ABSENCE_SECONDS, absences)]
+            [
+                *collect(viewed.state()),
+                (BLOCK_STATES, states),
+                (REQUEST_SECONDS, seconds),
+                (ABSENCE_SECONDS, absences),
+                *of_tenants,
+            ]
         )
         return Page(text.encode(), CONTENT_TYPE)
 

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import datetime as dt
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvtierd.core.clock import Clock
-from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME, AnyReply, AnyRequest, Commit, Lookup, LookupReply
+from kvtierd.protocol.messages import (
+    TIER_GPU,
+    TIER_HOST,
+    TIER_NVME,
+    AnyReply,
+    AnyRequest,
+    Commit,
+    Lookup,
+    LookupReply,
+    Tier,
+)
 from kvtierd.protocol.service import Session
 from kvtierd.telemetry.prometheus import Histogram
 from kvtierd.tiers.blocks import RESIDENT
@@ -26,7 +37,7 @@ WATCHED_BETWEEN = 512
 KEY_DIGITS = 16
 _KEY_BYTES = 32
 
-_TIERS = {"gpu": TIER_GPU, "host": TIER_HOST, "nvme": TIER_NVME}
+_TIERS: dict[Tier, int] = {"gpu": TIER_GPU, "host": TIER_HOST, "nvme": TIER_NVME}
 assert TIER_GPU < TIER_HOST < TIER_NVME, "the lowest bit of a residency mask is its fastest tier"
 
 Entry = dict[str, Any]
@@ -74,6 +85,19 @@ class Noted(NamedTuple):
 Happened = Noted | Entry
 
 
+@dataclasses.dataclass(slots=True)
+class Tokens:
+    """Tokens that lookups asked for, and those found, by residency mask."""
+
+    asked: int = 0
+    by_mask: list[int] = dataclasses.field(default_factory=lambda: [0] * (RESIDENT + 1))
+
+    def hits(self, tier: Tier) -> int:
+        """Tokens whose fastest copy is in this tier: no faster tier's bit is in their mask."""
+        bit = _TIERS[tier]
+        return sum(count for mask, count in enumerate(self.by_mask) if mask & bit and not mask & (bit - 1))
+
+
 class RequestLog:
     """Observes one endpoint's requests (protocol.service.Observer). All on the loop."""
 
@@ -83,9 +107,8 @@ class RequestLog:
         self.watched: Ring[Happened] = Ring(WATCHED_ENTRIES)
         self._now_ns = clock.now_ns
         self._seconds: dict[type, Histogram] = {}
-        self._asked_tokens = 0
-        self._hit_tokens = [0] * (RESIDENT + 1)
-        """By residency mask."""
+        self._tokens: dict[str, Tokens] = {}
+        """By tenant."""
         self._watching_until_ns = -1
         self._room = 0
 
@@ -144,26 +167,30 @@ class RequestLog:
 
     def statistics(self) -> Mapping[str, int]:
         """Tokens looked up and found, by name (rows of kvtierd.telemetry.metrics)."""
+        every = self._tokens.values()
         return {
-            "lookup_tokens": self._asked_tokens,
-            **{f"hit_{tier}_tokens": self._hits(bit) for tier, bit in _TIERS.items()},
+            "lookup_tokens": sum(tokens.asked for tokens in every),
+            **{f"hit_{tier}_tokens": sum(tokens.hits(tier) for tokens in every) for tier in _TIERS},
         }
 
-    def _hits(self, bit: int) -> int:
-        """Tokens whose fastest copy is in the tier of this bit: no faster tier's bit is in their mask."""
-        return sum(count for mask, count in enumerate(self._hit_tokens) if mask & bit and not mask & (bit - 1))
+    def tokens_of(self, tenant: str) -> Tokens:
+        """What the lookups of a tenant asked for and found."""
+        return self._tokens.get(tenant, Tokens())
 
     def _found(self, session: Session, request: Lookup, frames: Frames, reply: LookupReply) -> None:
         tokens = session.state.namespaces[request.namespaces[0] - 1].namespace.geometry.block_size
-        self._asked_tokens += frames[0].nbytes // _KEY_BYTES * tokens
+        counted = self._tokens.get(session.tenant)
+        if counted is None:
+            counted = self._tokens[session.tenant] = Tokens()
+        counted.asked += frames[0].nbytes // _KEY_BYTES * tokens
         tiers, hit = reply.tiers, reply.hit
         if not hit:
             return
         if tiers.count(tiers[0]) == hit:  # nearly always all blocks of a prefix have the same residency
-            self._hit_tokens[tiers[0]] += hit * tokens
+            counted.by_mask[tiers[0]] += hit * tokens
             return
         for mask in range(1, RESIDENT + 1):
-            self._hit_tokens[mask] += tiers.count(mask) * tokens
+            counted.by_mask[mask] += tiers.count(mask) * tokens
 
 
 def _noted(

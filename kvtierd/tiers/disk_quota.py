@@ -37,6 +37,8 @@ class DiskQuota:
         """Bytes by tenant, of blocks that are on disk or queued."""
         self._short: set[str] = set()
         """Tenants that have to make room."""
+        self.refused: collections.Counter[str] = collections.Counter()
+        """By tenant: how often blocks were not written."""
         self._hand = 0
         self.set(limits_bytes)
         self._count_all()
@@ -65,6 +67,7 @@ class DiskQuota:
         room = max(0, limit - self._used[entry.tenant]) // entry.geometry.slot_bytes
         if room < rows.size:
             self._short.add(entry.tenant)
+            self.refused[entry.tenant] += 1
             self._copies.counters["offload_over_quota_blocks"] += rows.size - room
         return rows[:room]
 

@@ -11,13 +11,17 @@ from kvtierd.core.clock import Clock
 from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.core.keys import Keys
 from kvtierd.gpu.slot_pool import SlotClass, Slots
+from kvtierd.policy.admission import leading
 from kvtierd.protocol.messages import SLOT_BUSY, SLOT_DTYPE, SLOT_EXISTS, SLOT_GRANTED
+from kvtierd.protocol.service import Session
 from kvtierd.tiers.blocks import WRITING, Rows
 from kvtierd.tiers.host_tier import empty_descriptors
+from kvtierd.tiers.lease_quota import LeaseQuota
 from kvtierd.tiers.leases import Register, Reservation
 from kvtierd.tiers.pressure import RETRY_MS
 from kvtierd.tiers.quick import Quick, Reserved, Want
 from kvtierd.tiers.room import Room
+from kvtierd.tiers.steps.records import STATUS_AT
 from kvtierd.tiers.usage import Store, Uses
 
 
@@ -52,11 +56,17 @@ class Granting:
 
     def grant(self, want: Want) -> Grant:
         """Reserve what can be reserved now. RequestError when stores are closed or too many reservations are open."""
-        number = self._new_number(want.session.id)
+        number = self._new_number(want.session)
+        tail = None
+        if (leased := self._copies.host.leased) is not None:
+            want, tail = self._within(leased, want)
         got = self._quick.reserve(want)
         if got is None:
             got = self._reserve(want)
         self.drop_rows(got.refused)
+        if tail is not None:
+            got.descriptors = np.concatenate([got.descriptors, tail])
+            got.busy += int(np.count_nonzero(tail[:, STATUS_AT] == SLOT_BUSY))
         if got.busy:
             self._copies.counters["busy_stores"] += got.busy
         retry_ms = self._room.pressure.retry_ms(want.cls, got.busy) if got.busy else 0
@@ -69,14 +79,32 @@ class Granting:
             table.flags[rows] &= np.uint8(~WRITING & 0xFF)
             self._copies.blocks.drop(rows)
 
-    def _new_number(self, session: int) -> int:
+    def _within(self, leased: LeaseQuota, want: Want) -> tuple[Want, npt.NDArray[np.uint8] | None]:
+        """The leading part of a store that its tenant's share of the tier allows, and descriptors ([n, 24]) of the
+        rest: None where all of it may be."""
+        room = leased.room(want.cls)
+        if len(want.keys) <= room:
+            return want, None
+        absent = self._copies.blocks.pages.lookup(want.keys, want.entry.number) < 0
+        count = leading(np.cumsum(absent) <= room)
+        if count == absent.size:
+            return want, None
+        leased.refused[want.cls.tenant] += 1
+        if not absent[:count].any():
+            raise leased.refusal(want.cls.tenant)
+        rest = empty_descriptors(absent.size - count)
+        rest["status"] = np.where(absent[count:], SLOT_BUSY, SLOT_EXISTS)
+        part = dataclasses.replace(want, keys=want.keys[:count])
+        return part, rest.view(np.uint8).reshape(rest.size, SLOT_DTYPE.itemsize)
+
+    def _new_number(self, session: Session) -> int:
         if self.closed:
             raise RequestError(
                 ErrorCode.SHUTTING_DOWN, "the daemon takes no more stores: it is stopping, or was drained"
             )
-        number = self.reservations.next_id(session)
+        number = self.reservations.next_id(session.id, session.tenant)
         if number is None:
-            message = f"too many reservations are open ({self.reservations.session_limit} a client)"
+            message = f"too many reservations are open ({self.reservations.limits()})"
             raise RequestError(ErrorCode.BUSY, message, retry_after_ms=RETRY_MS)
         return number
 
@@ -129,5 +157,7 @@ class Granting:
             parent, expires_ns,
         )  # fmt: skip
         self.reservations.add(reservation)
+        if self._copies.host.leased is not None:
+            self._copies.host.leased.begin(want.cls, got.slots)
         self._copies.counters["reserved_blocks"] += got.slots.size
         return reservation

@@ -27,6 +27,11 @@ class Lease:
     others: tuple[tuple[SlotClass, Slots], ...] = ()
     """Slots of further classes: extents of other sizes."""
 
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.cls.tenant
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Reservation:
@@ -57,11 +62,21 @@ class Reservation:
     abandoned: bool = False
     """Its owner's process is gone."""
 
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.cls.tenant
+
 
 class _Expiring(Protocol):
     id: int
     session: int
     expires_ns: int
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        ...
 
 
 T = TypeVar("T", bound=_Expiring)
@@ -71,27 +86,48 @@ SESSION_SHARE = 4
 
 
 class Register(Generic[T]):
-    """Things with an id, an owner and an expiry, bounded in number, in all and for one owner. Ids never repeat."""
+    """Things with an id, an owner and an expiry, bounded in number, in all, for one owner and for one tenant.
+
+    Ids never repeat.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.session_limit = max(1, limit // SESSION_SHARE)
+        self.tenant_limit = limit
+        """Most of one tenant, over all of its clients."""
         self.items: dict[int, T] = {}
         self._heap: list[tuple[int, int]] = []
         self._next = 1
         self._owned: collections.Counter[int] = collections.Counter()
+        self._of_tenant: collections.Counter[str] = collections.Counter()
+        self.refused: collections.Counter[str] = collections.Counter()
+        """By tenant: how often `tenant_limit` refused one."""
 
-    def next_id(self, session: int) -> int | None:
+    def next_id(self, session: int, tenant: str) -> int | None:
         """An id for the next one of a session, or None when there are too many."""
         if len(self.items) >= self.limit or self._owned[session] >= self.session_limit:
             return None
+        if self._of_tenant[tenant] >= self.tenant_limit:
+            self.refused[tenant] += 1
+            return None
         self._next += 1
         return self._next - 1
+
+    def limits(self) -> str:
+        """For whom `next_id` has none, in words."""
+        of_tenant = f", {self.tenant_limit} a tenant (leases.tenant_share)" if self.tenant_limit < self.limit else ""
+        return f"{self.session_limit} a client{of_tenant}, {self.limit} in all"
+
+    def count_of(self, tenant: str) -> int:
+        """How many there are of a tenant."""
+        return self._of_tenant[tenant]
 
     def add(self, item: T) -> None:
         """Keep an item until `remove`."""
         self.items[item.id] = item
         self._owned[item.session] += 1
+        self._of_tenant[item.tenant] += 1
         if len(self._heap) > 2 * len(self.items) + 1024:
             # Most entries are of items long removed: a busy client with a long time to live would pile them up.
             self._heap = [(kept.expires_ns, kept.id) for kept in self.items.values() if kept.id != item.id]
@@ -107,6 +143,7 @@ class Register(Generic[T]):
         """Forget an item; its heap entry goes when it comes up."""
         del self.items[item.id]
         self._owned[item.session] -= 1
+        self._of_tenant[item.tenant] -= 1
         if not self._owned[item.session]:
             del self._owned[item.session]
 

@@ -131,15 +131,9 @@ class TierManager:
             quick=self.quick,
         )
         self._writes = Writes(
-            settings,
-            self._room,
-            self._workers,
-            clock,
-            demand=self._demand,
-            offload=self._offload,
-            uses=uses,
+            settings, self._room, self._workers, clock, demand=self._demand, offload=self._offload, uses=uses,
             quick=self.quick,
-        )
+        )  # fmt: skip
         self._parts = PartReads(self._room, self._onboarder, self._reads, self._demand, clock)
         self._reshaper = Reshaper(self._room, self._onboarder, self._workers)
         self._shaping = Shaping(self.copies, self._reshaper)
@@ -148,7 +142,8 @@ class TierManager:
         self._admin = Admin(self.copies, self._onboarder, self._write_behind, pinned_max(settings))
         self.expiry = Expiry(self.copies, clock, self._admin.forget, settings.kv_cache_config.ttl_s)
         self.operator = Operator(self.copies, self._admin, self.expiry)
-        self.quotas = Quotas(settings, self.copies, self._room, self._write_behind, self._admin.forget)
+        held = self._reads.leases, self._writes.reservations, self._sequences.open
+        self.quotas = Quotas(settings, self.copies, self._room, self._write_behind, self._admin.forget, held)
         self._ticker: asyncio.Task[None] | None = None
         self.reports: list[Callable[[], Mapping[str, Any]]] = []
         self._handlers = self._table()

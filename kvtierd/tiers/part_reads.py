@@ -112,6 +112,7 @@ class PartReads:
         if not len(pieces):
             return Answer(AcquireReply(id=0, lease=0, count=0), [b"", b"", b""])
         shapes, host, geometry = self._copies.shapes, self._copies.host, entry.geometry
+        pieces = self._share(entry, pieces)
         slots, lengths = shapes.slots(pieces), shapes.tokens_of(pieces, geometry.block_size)
         descriptors, sums = empty_descriptors(slots.size), np.empty((slots.size, geometry.layers), np.uint64)
         groups: list[tuple[SlotClass, Slots]] = []
@@ -134,3 +135,17 @@ class PartReads:
         codecs = shapes.forms.codecs_at(pieces[:, 2])
         reply = AcquireReply(id=0, lease=lease.id, count=slots.size, ttl_ms=ttl_ms, codecs=codecs)
         return Answer(reply, [descriptors.tobytes(), sums.tobytes(), spans.tobytes()])
+
+    def _share(self, entry: NamespaceEntry, pieces: Pieces) -> Pieces:
+        """The leading ones of these that their tenant may lease; RequestError `busy` where it may lease none."""
+        leased, shapes = self._copies.host.leased, self._copies.shapes
+        if leased is None:
+            return pieces
+        lengths, places = np.unique(shapes.tokens_of(pieces, entry.geometry.block_size), return_inverse=True)
+        sizes = np.array([of_tokens(entry.geometry, tokens).slot_bytes for tokens in lengths.tolist()], np.int64)
+        count = leased.fitting_bytes(entry.tenant, shapes.slots(pieces), sizes[places])
+        if count < len(pieces):
+            leased.refused[entry.tenant] += 1
+        if not count:
+            raise leased.refusal(entry.tenant)
+        return pieces[:count]

@@ -15,8 +15,11 @@ from kvtierd.protocol.messages import StatsReply, Tier
 from kvtierd.protocol.service import Answer, Session
 from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.disk_quota import DiskQuota, Forget
+from kvtierd.tiers.lease_quota import LeaseQuota
+from kvtierd.tiers.leases import Lease, Register, Reservation
 from kvtierd.tiers.namespaces import MAX_NAMESPACES
 from kvtierd.tiers.room import Room
+from kvtierd.tiers.sequences import OpenedSequence
 from kvtierd.tiers.slab_quota import SlabQuota
 from kvtierd.tiers.write_behind import WriteBehind
 
@@ -27,6 +30,7 @@ class RequestQuota:
 
     limit: int = 0
     count: int = 0
+    refused: int = 0
 
     @property
     def full(self) -> bool:
@@ -38,8 +42,15 @@ class Quotas:
     """All quotas of a daemon. Everything runs on the loop."""
 
     def __init__(
-        self, settings: Settings, copies: Copies, room: Room, write_behind: WriteBehind | None, forget: Forget
+        self,
+        settings: Settings,
+        copies: Copies,
+        room: Room,
+        write_behind: WriteBehind | None,
+        forget: Forget,
+        held: tuple[Register[Lease], Register[Reservation], Register[OpenedSequence]],
     ) -> None:
+        self._registers: dict[str, Register[Any]] = dict(zip(("read", "write", "sequence"), held, strict=True))
         self._copies = copies
         self._room = room
         self._write_behind = write_behind
@@ -56,6 +67,7 @@ class Quotas:
         self._several = count > 1
         self._copies.namespaces.tenant_max = MAX_NAMESPACES // count
         self._set_slabs(tenants)
+        self._set_leases(settings)
         self._set_disk({name: terms.nvme_bytes for name, terms in tenants.items() if terms.nvme_bytes})
         limits: dict[tuple[str, Tier], int] = {}
         for name, terms in tenants.items():
@@ -89,6 +101,28 @@ class Quotas:
         under_way = {"requests": requests.count if requests else 0, "requests_limit": terms.host_inflight}
         return {"nvme_used_bytes": 0, **self.used(tenant), **limits, **under_way, "keys": len(terms.keys.split())}
 
+    def leases_of(self, tenant: str) -> dict[str, int]:
+        """How many leases, reservations and sequences a tenant has, by kind."""
+        return {kind: register.count_of(tenant) for kind, register in self._registers.items()}
+
+    def held_bytes(self, tenant: str) -> int | None:
+        """Bytes of host slots in these; None where the tenant is alone, and nobody counts them."""
+        leased = self._copies.host.leased
+        return None if leased is None else leased.held_bytes(tenant)
+
+    def refusals(self, tenant: str) -> dict[str, int]:
+        """How often each quota refused something of a tenant, or cut it short."""
+        leased, requests = self._copies.host.leased, self._requests.get(tenant)
+        under_way = self._copies.under_way.refused
+        return {
+            "host_inflight": requests.refused if requests is not None else 0,
+            "gpu_inflight": under_way[tenant, "gpu"],
+            "nvme_inflight": under_way[tenant, "nvme"],
+            "nvme_bytes": self._disk.refused[tenant] if self._disk is not None else 0,
+            "tenant_share": (leased.refused[tenant] if leased is not None else 0)
+            + sum(register.refused[tenant] for register in self._registers.values()),
+        }
+
     def used(self, tenant: str) -> dict[str, Any]:
         """What a tenant has."""
         found: dict[str, Any] = {"namespaces": self._copies.namespaces.count_of(tenant)}
@@ -108,6 +142,16 @@ class Quotas:
                 tier.quota = SlabQuota(tier.pool, limits)
             else:
                 tier.quota.set(limits)
+
+    def _set_leases(self, settings: Settings) -> None:
+        host, share = self._copies.host, settings.leases.tenant_share if self._several else 1
+        limit_bytes = int(settings.host.capacity * share)
+        for register in self._registers.values():
+            register.tenant_limit = max(1, int(register.limit * share))
+        if host.leased is not None:
+            host.leased.limit_bytes = limit_bytes
+        elif self._several:
+            host.leased = LeaseQuota(host.pool.slots_max, limit_bytes)
 
     def _set_disk(self, limits: Mapping[str, int]) -> None:
         if self._write_behind is None or (self._disk is None and not limits):

@@ -164,22 +164,40 @@ class Reads:
 
     def lend(self, session: Session, ttl_ms: int, groups: list[tuple[SlotClass, Slots]]) -> tuple[Lease, int]:
         """Make a lease of held slots, by class, and say how long it lasts; where there can be none the holds end."""
-        lease_id = self.leases.next_id(session.id)
+        lease_id = self.leases.next_id(session.id, session.tenant)
         if lease_id is None:
             for cls, slots in groups:
                 self._copies.host.release(cls, slots)
-            message = f"too many leases are out ({self.leases.session_limit} a client); release some"
+            message = f"too many leases are out ({self.leases.limits()}); release some"
             raise RequestError(ErrorCode.BUSY, message, retry_after_ms=100)
         ttl_ms = min(ttl_ms or self._limits.ttl_ms, self._limits.max_ttl_ms)
         expires_ns = self._clock.now_ns() + ttl_ms * 1_000_000
         lease = Lease(lease_id, session.id, *groups[0], expires_ns, tuple(groups[1:]))
         self.leases.add(lease)
+        if (leased := self._copies.host.leased) is not None:
+            for cls, slots in groups:
+                leased.begin(cls, slots)
         return lease, ttl_ms
+
+    def share(self, cls: SlotClass, slots: Slots) -> Slots:
+        """The leading ones of held slots that their tenant may lease; holds of the others end. RequestError `busy`
+        where it may lease none."""
+        leased = self._copies.host.leased
+        if leased is None or (count := leased.fitting(cls, slots)) == slots.size:
+            return slots
+        leased.refused[cls.tenant] += 1
+        self._copies.host.release(cls, slots[count:])
+        if not count:
+            raise leased.refusal(cls.tenant)
+        return slots[:count]
 
     def end(self, lease: Lease) -> None:
         """Give a lease's slots back."""
         self.leases.remove(lease)
+        leased = self._copies.host.leased
         for cls, slots in ((lease.cls, lease.slots), *lease.others):
+            if leased is not None:
+                leased.end(cls, slots)
             self._copies.host.release(cls, slots)
 
     def expire(self, now_ns: int) -> None:
@@ -274,6 +292,7 @@ class Reads:
         """Make the lease; the slots come with one hold each, which ends here when there can be none."""
         if not slots.size:
             return Answer(AcquireReply(id=0, lease=0, count=0), [b"", b""])
+        slots = self.share(cls, slots)
         lease, ttl_ms = self.lend(session, request.ttl_ms, [(cls, slots)])
         descriptors = empty_descriptors(slots.size)
         self._copies.host.describe(cls, slots, descriptors)
@@ -285,18 +304,19 @@ class Reads:
 
     def _lend_held(self, want: Want, request: Acquire, held: Held) -> Answer:
         """Answer an Acquire whose blocks the quick way found and holds; policies were told already."""
-        count = held.slots.size
-        if not count:
+        if not held.slots.size:
             return Answer(AcquireReply(id=0, lease=0, count=0), [b"", b""])
         if held.not_on_nvme:
             self._offer(want.entry, want.cls, held.rows, want.parent)
         if held.more_behind:
             self.prefetcher.follow(want.session, want.entry, held.rows)
-        lease, ttl_ms = self.lend(want.session, request.ttl_ms, [(want.cls, held.slots)])
+        slots = self.share(want.cls, held.slots)
+        lease, ttl_ms = self.lend(want.session, request.ttl_ms, [(want.cls, slots)])
+        count = slots.size
         self._copies.counters["acquired_blocks"] += count
-        codecs = self._copies.shapes.forms.codecs_in(held.slots)
+        codecs = self._copies.shapes.forms.codecs_in(slots)
         reply = AcquireReply(id=0, lease=lease.id, count=count, ttl_ms=ttl_ms, codecs=codecs)
-        return Answer(reply, [held.descriptors.tobytes(), held.sums.tobytes()])
+        return Answer(reply, [held.descriptors[:count].tobytes(), held.sums[:count].tobytes()])
 
     def _lease(self, session: Session, number: int) -> Lease:
         lease = self.leases.get(number, session.id)

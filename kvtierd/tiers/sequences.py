@@ -66,6 +66,11 @@ class OpenedSequence:
     used_ns: int = 0
 
     @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.entry.tenant
+
+    @property
     def kept(self) -> int:
         """Blocks that are held where they are."""
         return int(np.count_nonzero(self.place != Place.NOWHERE))
@@ -111,9 +116,9 @@ class Sequences:
         _check_computable(entry)
         rows = self._found(entry, keys, 0)
         self._check_metadata(session.id, entry, rows.size)
-        number = self.open.next_id(session.id)
+        number = self.open.next_id(session.id, session.tenant)
         if number is None:
-            message = f"too many sequences are open ({self.open.session_limit} a client); close some"
+            message = f"too many sequences are open ({self.open.limits()}); close some"
             raise RequestError(ErrorCode.BUSY, message, retry_after_ms=100)
         ttl_ms = min(request.ttl_ms or self._limits.ttl_ms, self._limits.max_ttl_ms)
         sequence = _empty(number, session.id, entry, ttl_ms * 1_000_000)
@@ -179,11 +184,16 @@ class Sequences:
         for place in (Place.GPU, Place.HOST):
             size = sequence.entry.geometry.slot_bytes
             room = (self._budget[place] - self.held_bytes[place]) // size
+            leased = self._copies.host.leased if place == Place.HOST else None
+            if leased is not None:
+                room = min(room, leased.room(self._copies.host_class(sequence.entry)))
             mine = missing[found == place][: max(0, room)]
             if mine.size:
                 slots, addresses = hold(self._copies, sequence.entry, place, sequence.rows[mine])
                 sequence.place[mine], sequence.slots[mine], sequence.addresses[mine] = place, slots, addresses
                 self.held_bytes[place] += mine.size * size
+                if leased is not None:
+                    leased.begin(self._copies.host_class(sequence.entry), slots)
 
     def expire(self, now_ns: int) -> None:
         """End sequences of which nothing was asked for their time to live."""
@@ -271,6 +281,8 @@ class Sequences:
         for place in (Place.GPU, Place.HOST):
             slots = sequence.slots[sequence.place == place]
             self.held_bytes[place] -= slots.size * sequence.entry.geometry.slot_bytes
+            if place == Place.HOST and self._copies.host.leased is not None:
+                self._copies.host.leased.end(self._copies.host_class(sequence.entry), slots)
             unhold(self._copies, sequence.entry, place, slots)
         self._copies.blocks.end_move(sequence.rows)
 

@@ -10,6 +10,7 @@ from kvtierd.gpu.slot_pool import NO_SLOT, ORPHAN, SlotClass, SlotPool, Slots
 from kvtierd.index import slot_steps
 from kvtierd.policy.eviction import EvictionPolicy
 from kvtierd.policy.returns import Usage
+from kvtierd.tiers.lease_quota import LeaseQuota
 from kvtierd.tiers.slab_quota import SlabQuota
 
 MAX_SCAN = 4096
@@ -37,6 +38,8 @@ class SlotTier:
         self._used_at: dict[int, int] = {}
         self.quota: SlabQuota | None = None
         """Of tenants, where one has any."""
+        self.leased: LeaseQuota | None = None
+        """What tenants hold, where there are several."""
 
     def class_for(self, slot_bytes: int, layers: int, tenant: str) -> SlotClass:
         """Class of a slot shape."""

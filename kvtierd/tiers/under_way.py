@@ -18,6 +18,8 @@ class UnderWay:
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
         self.limits: dict[tuple[str, Tier], int] = {}
+        self.refused: collections.Counter[tuple[str, Tier]] = collections.Counter()
+        """By tenant and tier: how often a request was cut short."""
         self._counts: collections.Counter[tuple[str, Tier]] = collections.Counter()
 
     def leading(self, tenant: str, rows: Rows) -> Rows:
@@ -38,4 +40,6 @@ class UnderWay:
         if limit is None:
             return np.ones(mine.size, np.bool_)
         fits: npt.NDArray[np.bool_] = ~mine | (np.cumsum(mine) <= limit - self._counts[tenant, tier])
+        if not fits.all():
+            self.refused[tenant, tier] += 1
         return fits

@@ -228,6 +228,7 @@ class Writes:
         if reservation.quarantined or not self._quick.commit(reservation.cls, rows, slots, sums, totals):
             rows = self._finish_slowly(reservation, which, rows, slots, sums, totals)
         self._shrink(reservation, which)
+        self._no_longer_held(reservation, slots)
         if rows.size:
             self._offload_stored(reservation, rows)
             copies.counters["committed_blocks"] += rows.size
@@ -290,7 +291,12 @@ class Writes:
         self.reservations.remove(reservation)
         self._copies.counters["aborted_blocks"] += reservation.rows.size
         self._granting.drop_rows(reservation.rows)
+        self._no_longer_held(reservation, reservation.slots)
         self._copies.host.release(reservation.cls, reservation.slots)
+
+    def _no_longer_held(self, reservation: Reservation, slots: Slots) -> None:
+        if self._copies.host.leased is not None:
+            self._copies.host.leased.end(reservation.cls, slots)
 
     def _quarantine(self, reservation: Reservation) -> None:
         reservation.quarantined = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -254,3 +255,45 @@ def test_operators_see_who_has_what_of_its_quota(daemon: EmbeddedDaemon, capsys:
         assert 0 < found["b"]["host_used_bytes"] <= 8 << 20
         assert main(["tenants", "--endpoint", daemon.endpoint]) == 0
         assert "of 8.00 MiB" in capsys.readouterr().out
+
+
+def test_metrics_say_what_each_tenant_has_unless_the_operator_keeps_that_from_other_users(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        listen = f"127.0.0.1:{probe.getsockname()[1]}"
+    with (
+        EmbeddedDaemon(tmp_path / "d", **SMALL, **OTHER, metrics__listen=listen) as daemon,
+        client(daemon, "b") as b,
+        client(daemon, "default") as a,
+    ):
+        handle = b.register(SPACE)
+        b.store(handle, KEYS, blocks_of(2))
+        b.flush()
+        assert b.lookup(handle, KEYS).count == BLOCKS
+        assert a.lookup(a.register(SPACE), STRANGE).count == 0
+        tokens = BLOCKS * SPACE.geometry.block_size
+        found = set(scraped(listen).splitlines())
+        assert found >= {
+            f'kvtierd_tenant_lookup_tokens_total{{tenant="b"}} {tokens}',
+            f'kvtierd_tenant_hit_tokens_total{{tenant="b",tier="host"}} {tokens}',
+            f'kvtierd_tenant_blocks{{tenant="b",tier="nvme"}} {BLOCKS}',
+            f'kvtierd_tenant_used_bytes{{tenant="b",tier="nvme"}} {BLOCKS * SPACE.geometry.slot_bytes}',
+            f'kvtierd_tenant_quota_bytes{{tenant="b",tier="host"}} {8 << 20}',
+            'kvtierd_tenant_held_bytes{tenant="b"} 0',
+            'kvtierd_tenant_hit_tokens_total{tenant="default",tier="host"} 0',
+        }
+    with EmbeddedDaemon(tmp_path / "d", **SMALL, **OTHER, metrics__listen=listen, metrics__tenants="false"):
+        assert "tenant=" not in scraped(listen)
+
+
+def scraped(listen: str) -> str:
+    """What Prometheus gets."""
+
+    def get() -> str:
+        try:
+            with urllib.request.urlopen(f"http://{listen}/metrics", timeout=5) as answer:
+                return str(answer.read().decode())
+        except OSError:
+            return ""
+
+    wait_for(lambda: bool(get()))
+    return get()

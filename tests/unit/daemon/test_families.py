@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from kvtierd.daemon.families import ABSENCE_SECONDS, BLOCK_STATES, REQUEST_SECONDS, collect, document, rows, sources
+from kvtierd.daemon.tenant_metrics import LABELS
 from kvtierd.telemetry.prometheus import render
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -18,6 +19,7 @@ SAMPLE = re.compile(r'([a-z0-9_]+)(\{[a-z_]+="[^"]*"(,[a-z_]+="[^"]*")*\})? \S+'
 
 def _known() -> set[str]:
     names = {entry.family.full_name for entry in sources()} | {BLOCK_STATES.full_name}
+    names |= {family.full_name for family in LABELS}
     return names | {
         f"{family.full_name}{tail}"
         for family in (REQUEST_SECONDS, ABSENCE_SECONDS)

@@ -21,9 +21,11 @@ OTHER = {
     "leases.max_ttl_ms": 700_000,
     "leases.reservation_ttl_ms": 5,
     "leases.max_pinned_share": 0.25,
+    "leases.tenant_share": 0.3,
     "log.level": "debug",
     "log.format": "json",
     "metrics.slow_ms": 7,
+    "metrics.tenants": False,
 }
 """Another value of every setting that may be reloaded."""
 

@@ -233,6 +233,7 @@ class _Quota:
     """Two requests of the tenant, whoever's."""
 
     count = 0
+    refused = 0
 
     @property
     def full(self) -> bool:

@@ -52,7 +52,7 @@ def test_a_reader_that_lost_to_recycling_sees_a_miss_and_the_log_one_line(caplog
             session, space = await on_disk_only(rig)
             store.recycled = True
             with caplog.at_level(logging.INFO):
-                reply, _ = await rig.acquire(session, space, make_keys(8))
+                reply, _ = await rig.acquire(session, space, make_keys(COUNT))
             assert reply.count == 0
             counters = rig.manager.copies.counters
             assert counters["onboard_failed_blocks"] == counters["onboard_corrupt_blocks"] == 0
