@@ -83,8 +83,9 @@ class Copier:
         try:
             share()
         finally:
-            # Nobody may still be writing into the caller's memory when we return, also not after an error.
-            errors = [other.exception() for other in others]
+            # Nobody may still be writing into the caller's memory when we return, also not after an error. Who has not
+            # begun would find nothing left to do, and may have to wait for the copies of another caller first.
+            errors = [None if other.cancel() else other.exception() for other in others]
         for error in errors:
             if error is not None:
                 raise error

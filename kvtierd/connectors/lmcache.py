@@ -43,6 +43,9 @@ __all__ = ["KvtierdL2Adapter", "KvtierdL2AdapterConfig"]
 
 _log = init_logger("lmcache.kvtierd")
 
+LOADERS = 2
+"""Loads at a time: one copies while another waits for the daemon."""
+
 SWEEP = 1024
 """Objects that are checked with each look at the usage."""
 
@@ -89,7 +92,7 @@ class KvtierdL2Adapter(L2AdapterInterface):
         store, lookup, load = self._notifiers
         self._stores: Tasks[L2StoreResult] = Tasks("store", numbers, store.notify)
         self._lookups: Tasks[Bitmap] = Tasks("lookup", numbers, lookup.notify)
-        self._loads: Tasks[Bitmap] = Tasks("load", numbers, load.notify)
+        self._loads: Tasks[Bitmap] = Tasks("load", numbers, load.notify, threads=LOADERS)
         self._watch = Watch(self._client, _log, logging.WARNING, "nothing is found or stored meanwhile")
         state = "not there yet" if self._watch.away else "connected"
         _log.info("kvtierd: second level at %s: %s", self._client.endpoint, state)

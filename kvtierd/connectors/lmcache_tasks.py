@@ -1,4 +1,4 @@
-"""Tasks of one kind, run one after the other in a thread of their own. No engine in here."""
+"""Tasks of one kind, run in a thread or two of their own. No engine in here."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ _log = logging.getLogger("kvtierd")
 
 
 class Tasks(Generic[T]):
-    """Runs what is submitted one after the other; `notify` is called when a result can be had. Thread-safe.
+    """Runs what is submitted, `threads` at a time in the order of its coming; `notify` is called when a result can be
+    had. Thread-safe.
 
     `failed` makes the result of a task that raised: its trouble is logged, and the caller goes on without its objects.
     """
 
-    def __init__(self, name: str, numbers: itertools.count[int], notify: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, numbers: itertools.count[int], notify: Callable[[], None], *, threads: int = 1
+    ) -> None:
         self._name = name
         self._numbers = numbers
         self._notify = notify
         self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"kvtierd-{name}")
+        self._thread = ThreadPoolExecutor(threads, thread_name_prefix=f"kvtierd-{name}")
         self._done: dict[int, T] = {}
         self._closed = False
 
@@ -36,7 +39,7 @@ class Tasks(Generic[T]):
         return number
 
     def post(self, work: Callable[[], Any]) -> None:
-        """Run something without a result, in its turn; after `close` nothing is run any more."""
+        """Run something without a result, in its turn where there is one thread; after `close` nothing is run."""
         with self._lock:
             if not self._closed:
                 self._thread.submit(self._guarded, work)
@@ -53,7 +56,7 @@ class Tasks(Generic[T]):
         return done
 
     def close(self) -> None:
-        """End the thread; what has not begun is dropped."""
+        """End the threads; what has not begun is dropped."""
         with self._lock:
             self._closed = True
         self._thread.shutdown(cancel_futures=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 try:
@@ -19,6 +20,7 @@ except ImportError as error:
     raise ImportError("kvtierd.connectors.vllm wants vLLM 0.32 or later in this environment") from error
 
 from kvtierd.connectors.vllm_adapters import Adapters
+from kvtierd.connectors.vllm_events import SavesEnded, announcements_of
 from kvtierd.connectors.vllm_identity import check_config, model_facts
 from kvtierd.connectors.vllm_lookups import Lookups
 from kvtierd.connectors.vllm_plan import Plan, RankShape
@@ -120,6 +122,11 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
         """Pages that the engine must compute."""
         return self._worker.failed_pages() if self._worker is not None else set()
 
+    def build_connector_worker_meta(self) -> Any:
+        """Saves that have ended, where vLLM's KV events are on."""
+        saves = self._worker.saves() if self._worker is not None else {}
+        return SavesEnded(saves) if saves else None
+
     # The scheduler's half
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
@@ -133,7 +140,9 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
         self._watch = Watch(self._client, _log, logging.WARNING)
         if not self._watch.away:
             lookups.introduce(adapters.base)
-        self._scheduler = SchedulerSide(lookups, adapters, int(self._spec.block_size))
+        block_size = int(self._spec.block_size)
+        announcements = announcements_of(self._vllm_config, len(shapes), block_size)
+        self._scheduler = SchedulerSide(lookups, adapters, block_size, announcements)
         _log.info(
             "kvtierd: %s %s (named in %.1f s), %d rank(s), blocks of %d tokens and %d KiB a rank, daemon at %s: %s",
             adapters.base.model,
@@ -165,9 +174,15 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.plan(scheduler_output) if self._scheduler is not None else Plan()
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Loads that have ended."""
+        """Loads that have ended, and saves."""
         if self._scheduler is not None:
             self._scheduler.received(connector_output.finished_recving or (), connector_output.invalid_block_ids)
+            if isinstance(connector_output.kv_connector_worker_meta, SavesEnded):
+                self._scheduler.saved(connector_output.kv_connector_worker_meta.saves)
+
+    def take_events(self) -> Iterable[Any]:
+        """vLLM's KV events of blocks that the daemon has stored since the last call."""
+        return self._scheduler.take_events() if self._scheduler is not None else ()
 
     def request_finished_all_groups(
         self,

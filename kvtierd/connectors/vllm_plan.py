@@ -49,6 +49,7 @@ class Transfer:
     """Blocks of one request to load or to save: the block with key i lies in page `pages[i]` of the engine's cache.
 
     `keys` and `parents` have one item a rank: [n, 32] uint8, and the key before the first (empty at a prefix's start).
+    `number` is a save's, where the scheduler's half wants to hear how it ended; else 0.
     """
 
     request_id: str
@@ -56,6 +57,7 @@ class Transfer:
     keys: tuple[Keys, ...]
     parents: tuple[bytes, ...]
     pages: tuple[int, ...]
+    number: int = 0
 
 
 @dataclasses.dataclass(slots=True)

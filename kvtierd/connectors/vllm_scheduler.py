@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvtierd.connectors.vllm_adapters import Adapters
+from kvtierd.connectors.vllm_announcements import Announcements
 from kvtierd.connectors.vllm_keys import features_of
 from kvtierd.connectors.vllm_lookups import Found, Lookup, Lookups, Question
 from kvtierd.connectors.vllm_plan import Plan, Transfer
@@ -41,8 +42,11 @@ class _Tracked:
 class SchedulerSide:
     """Not thread-safe: vLLM calls it from its scheduler. `block_size` is in tokens."""
 
-    def __init__(self, lookups: Lookups, adapters: Adapters, block_size: int) -> None:
+    def __init__(
+        self, lookups: Lookups, adapters: Adapters, block_size: int, announcements: Announcements | None = None
+    ) -> None:
         self._lookups = lookups
+        self._announcements = announcements
         self._adapters = adapters
         self._block_size = block_size
         self._tracked: dict[str, _Tracked] = {}
@@ -101,6 +105,15 @@ class SchedulerSide:
         for request_id in request_ids:
             if request_id in self._tracked:
                 self._tracked[request_id].loading = ()
+
+    def saved(self, saves: Mapping[int, Sequence[int]]) -> None:
+        """Saves have ended on some ranks; see `Announcements.ended`."""
+        if self._announcements is not None:
+            self._announcements.ended(saves)
+
+    def take_events(self) -> list[Any]:
+        """vLLM's KV events of blocks that were stored since the last call."""
+        return self._announcements.take() if self._announcements is not None else []
 
     def finished(self, request: Any) -> bool:
         """A request has ended; True where the engine must keep its pages until the workers say that they are read."""
@@ -165,7 +178,8 @@ class SchedulerSide:
             tracked.may_save = False
             return
         pages = tuple(state.get_block_ids(request.request_id)[0][tracked.saved : whole])
-        self._plan.saves.append(_transfer(tracked, tracked.saved, whole, pages))
+        number = self._announcements.plan(request, tracked.saved, whole) if self._announcements is not None else 0
+        self._plan.saves.append(_transfer(tracked, tracked.saved, whole, pages, number))
         tracked.saved, tracked.saving = whole, True
 
 
@@ -175,7 +189,7 @@ def cacheable(request: Any) -> bool:
     return request.prompt_token_ids is not None and request.prompt_embeds is None and not request.resumable
 
 
-def _transfer(tracked: _Tracked, begin: int, end: int, pages: tuple[int, ...]) -> Transfer:
+def _transfer(tracked: _Tracked, begin: int, end: int, pages: tuple[int, ...], number: int = 0) -> Transfer:
     found = tracked.found
     assert found is not None, "keys come with the lookup's answer"
     return Transfer(
@@ -184,6 +198,7 @@ def _transfer(tracked: _Tracked, begin: int, end: int, pages: tuple[int, ...]) -
         keys=found.keys.keys(begin, end),
         parents=found.keys.parents(begin),
         pages=pages,
+        number=number,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,12 +16,20 @@ from kvtierd.connectors.vllm_plan import ModelFacts, RankShape, Transfer, namesp
 from kvtierd.core.units import MIB
 from kvtierd.protocol.client import Client
 from kvtierd.protocol.holds import Reservation
+from kvtierd.protocol.messages import SLOT_BUSY, SLOT_GRANTED
 from kvtierd.protocol.results import NamespaceHandle
 
 _log = logging.getLogger("vllm.kvtierd")
 
 BATCH_BYTES = 32 * MIB
 """Bytes leased or reserved at a time: the daemon's deadline holds for one such piece."""
+
+
+class Saved(NamedTuple):
+    """How many blocks a save has stored, and how many of its leading ones are there now, whoever stored them."""
+
+    stored: int
+    leading: int
 
 
 class Transfers:
@@ -60,30 +68,36 @@ class Transfers:
                 break
         return done
 
-    def save(self, transfer: Transfer, cancelled: Callable[[], bool], fence: Any = None) -> int:
-        """Store blocks from their pages; how many are stored now. Raises KvtierdError.
+    def save(self, transfer: Transfer, cancelled: Callable[[], bool], fence: Any = None) -> Saved:
+        """Store blocks from their pages. Raises KvtierdError.
 
         `cancelled` is asked before each commit: what was copied after pages changed hands is given back.
         """
         handle, keys = self._handle(transfer), transfer.keys[self._shape.position]
         parent = transfer.parents[self._shape.position]
-        stored = done = 0
+        stored = leading = done = 0
         reservations = self._client.reservations(
             handle, keys, batch=self._batch, parent=parent, timeout_s=self._save_timeout_s
         )
         for slots in reservations:
             count = len(slots.views)
-            fresh = self._copy_in(slots, transfer.pages[done : done + count], cancelled, fence)
+            fresh = self._copy_in(
+                slots, transfer.pages[done : done + count], cancelled, fence, wait=transfer.number > 0
+            )
             if fresh is None:
                 break
             stored += fresh
+            # Behind one that was refused none is found.
+            if leading == done and fresh == np.count_nonzero(slots.status == SLOT_GRANTED):
+                leading += int(np.argmax(np.append(slots.status == SLOT_BUSY, True)))
             done += count
-        return stored
+        return Saved(stored, leading)
 
     def _copy_in(
-        self, slots: Reservation, pages: tuple[int, ...], cancelled: Callable[[], bool], fence: Any
+        self, slots: Reservation, pages: tuple[int, ...], cancelled: Callable[[], bool], fence: Any, *, wait: bool
     ) -> int | None:
-        """How many blocks of a reservation are stored now; None where it is no use to go on."""
+        """How many blocks of a reservation are stored now, or, without `wait`, are handed over; None where it is no
+        use to go on."""
         granted = [(i, view) for i, view in enumerate(slots.views) if view is not None]
         index = [i for i, _ in granted]
         if cancelled():
@@ -93,7 +107,7 @@ class Transfers:
         sums = np.empty((len(index), self._shape.geometry.layers), np.uint64)
         self._pages.store([pages[i] for i in index], [view for _, view in granted], sums, fence)
         # What was copied after the pages changed hands is of no use, and they do so only after this was told.
-        return None if cancelled() else slots.commit(index, sums=sums, wait=False)
+        return None if cancelled() else slots.commit(index, sums=sums, wait=wait)
 
     def _handle(self, transfer: Transfer) -> NamespaceHandle:
         if transfer.facts not in self._handles:

@@ -13,13 +13,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from kvtierd.connectors.vllm_plan import Plan, Transfer
-from kvtierd.connectors.vllm_transfers import Transfers
+from kvtierd.connectors.vllm_transfers import Saved, Transfers
 from kvtierd.core.errors import KvtierdError
 
 _log = logging.getLogger("vllm.kvtierd")
+_NOTHING = Saved(0, 0)
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,6 +47,7 @@ class WorkerSide:
         self._received: set[str] = set()
         self._failed: set[int] = set()
         self._troubled: set[str] = set()
+        self._told: dict[int, list[int]] = {}
         self.counts = {"loaded": 0, "failed": 0, "saved": 0, "unsaved": 0}
         """Blocks, since the start."""
 
@@ -82,6 +85,12 @@ class WorkerSide:
             received, self._received = self._received, set()
         return sent, received
 
+    def saves(self) -> dict[int, list[int]]:
+        """Saves with a number that have ended, each once: how many of its leading blocks are stored."""
+        with self._lock:
+            told, self._told = self._told, {}
+        return told
+
     def failed_pages(self) -> set[int]:
         """Pages that could not be loaded, each once, no later than their request is among those received."""
         with self._lock:
@@ -98,7 +107,7 @@ class WorkerSide:
         self._saver.shutdown(cancel_futures=True)
 
     def _run_load(self, transfer: Transfer, fence: Any) -> None:
-        count = self._guarded("load", lambda: self._transfers.load(transfer, fence))
+        count = self._guarded("load", lambda: self._transfers.load(transfer, fence), 0)
         with self._lock:
             self._failed.update(transfer.pages[count:])
             self._received.add(transfer.request_id)
@@ -106,18 +115,22 @@ class WorkerSide:
             self.counts["failed"] += len(transfer.pages) - count
 
     def _run_save(self, save: _Save) -> None:
-        transfer, count = save.transfer, 0
+        transfer, saved = save.transfer, _NOTHING
         if time.monotonic() < save.deadline_s and not save.cancelled:
-            count = self._guarded("store", lambda: self._transfers.save(transfer, lambda: save.cancelled, save.fence))
+            saved = self._guarded(
+                "store", lambda: self._transfers.save(transfer, lambda: save.cancelled, save.fence), _NOTHING
+            )
         with self._lock:
             mine = self._saves[transfer.request_id]
             mine.remove(save)
             if not mine:
                 del self._saves[transfer.request_id]
-            self.counts["saved"] += count
-            self.counts["unsaved"] += len(transfer.pages) - count
+            if transfer.number:
+                self._told[transfer.number] = [saved.leading]
+            self.counts["saved"] += saved.stored
+            self.counts["unsaved"] += len(transfer.pages) - saved.stored
 
-    def _guarded(self, what: str, work: Callable[[], int]) -> int:
+    def _guarded(self, what: str, work: Callable[[], T], nothing: T) -> T:
         """Run a transfer; trouble is logged, the first of a kind as a warning, and no block of it counts."""
         try:
             return work()
@@ -128,4 +141,4 @@ class WorkerSide:
         except Exception:  # noqa: BLE001 - see below
             # The thread must go on, and the request it works for must be answered: it is computed instead.
             _log.exception("kvtierd: blocks were not %sed", what)
-        return 0
+        return nothing

@@ -35,10 +35,11 @@ def main() -> None:
 
 def _start(options: dict[str, Any]) -> Any:
     from vllm import LLM
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVEventsConfig, KVTransferConfig
 
-    if (transfer := options.pop("kv_transfer_config", None)) is not None:
-        options["kv_transfer_config"] = KVTransferConfig(**transfer)
+    for name, kind in (("kv_transfer_config", KVTransferConfig), ("kv_events_config", KVEventsConfig)):
+        if name in options:
+            options[name] = kind(**options[name])
     return LLM(**options)
 
 

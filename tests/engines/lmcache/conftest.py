@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtierd import Client
-from kvtierd.daemon.embedded import EmbeddedDaemon
-from kvtierd.testing.waiting import wait_for
+from kvtierd.testing.ready_daemon import ReadyDaemon
 
 if importlib.util.find_spec("lmcache") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -34,25 +32,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("default"))
 
 
-class Daemon(EmbeddedDaemon):
-    """A daemon whose arena is made when it is taken for started: until then stores are refused as busy."""
-
-    python = str(ROOT / ".venv" / "bin" / "python")
-
-    def start(self, timeout_s: float = 240.0) -> Daemon:
-        super().start(timeout_s)
-        with Client(self.endpoint, timeout_s=5) as probe:
-            wait_for(lambda: probe.stats()["host_ready_bytes"] >= HOST_BYTES, 60)
-        return self
-
-
 @pytest.fixture(scope="session")
-def make_daemon(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Daemon]:
-    return lambda name: Daemon(tmp_path_factory.mktemp(name), **SETTINGS)
+def make_daemon(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ReadyDaemon]:
+    return lambda name: ReadyDaemon(tmp_path_factory.mktemp(name), **SETTINGS)
 
 
 @pytest.fixture(scope="module")
-def daemon(make_daemon: Callable[[str], Daemon]) -> Iterator[Daemon]:
+def daemon(make_daemon: Callable[[str], ReadyDaemon]) -> Iterator[ReadyDaemon]:
     with make_daemon("daemon") as running:
         yield running
 
@@ -105,7 +91,7 @@ class Caller:
 
 
 @pytest.fixture
-def caller(daemon: Daemon) -> Iterator[Caller]:
+def caller(daemon: ReadyDaemon) -> Iterator[Caller]:
     made = make_adapter(daemon.endpoint)
     yield Caller(made)
     made.close()

@@ -12,15 +12,12 @@ from typing import Any
 
 import pytest
 
-from kvtierd import Client
-from kvtierd.daemon.embedded import EmbeddedDaemon
-from kvtierd.testing.waiting import wait_for
+from kvtierd.testing.ready_daemon import ReadyDaemon
 
 SPEC = importlib.util.find_spec("sglang")
 if SPEC is None:
     collect_ignore_glob = ["test_*.py"]
 
-ROOT = Path(__file__).parents[3]
 HOST_BYTES = 256 << 20
 
 
@@ -47,20 +44,10 @@ def sources() -> Iterator[None]:
         del sys.modules[name]
 
 
-class Daemon(EmbeddedDaemon):
-    python = str(ROOT / ".venv" / "bin" / "python")
-
-    def start(self, timeout_s: float = 240.0) -> Daemon:
-        super().start(timeout_s)
-        with Client(self.endpoint, timeout_s=5) as probe:
-            wait_for(lambda: probe.stats()["host_ready_bytes"] >= HOST_BYTES, 60)
-        return self
-
-
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReadyDaemon]:
     folder = tmp_path_factory.mktemp("daemon")
-    with Daemon(folder, host__capacity=HOST_BYTES, gpu__capacity=0, nvme__capacity="512MiB") as running:
+    with ReadyDaemon(folder, host__capacity=HOST_BYTES, gpu__capacity=0, nvme__capacity="512MiB") as running:
         yield running
 
 
@@ -126,7 +113,7 @@ def pools() -> types.SimpleNamespace:
 
 
 @pytest.fixture
-def backend(daemon: Daemon) -> Iterator[Callable[..., Any]]:
+def backend(daemon: ReadyDaemon) -> Iterator[Callable[..., Any]]:
     """Made by SGLang's factory, as `--hicache-storage-backend dynamic` does."""
     made = []
 

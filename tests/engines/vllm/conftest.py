@@ -15,10 +15,8 @@ from typing import Any
 
 import pytest
 
-from kvtierd import Client
-from kvtierd.daemon.embedded import EmbeddedDaemon
+from kvtierd.testing.ready_daemon import ReadyDaemon
 from kvtierd.testing.vllm_engine import CONNECTOR, Answer, Engine
-from kvtierd.testing.waiting import wait_for
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]  # these tests need an environment of their own: make test-engines
@@ -84,37 +82,16 @@ def long(text: list[int]) -> list[int]:
     return text[300:3800]
 
 
-class Daemon(EmbeddedDaemon):
-    """A daemon whose arena is made when it is taken for started: until then stores are refused as busy."""
-
-    python = str(ROOT / ".venv" / "bin" / "python")
-
-    def start(self, timeout_s: float = 240.0) -> Daemon:
-        super().start(timeout_s)
-        with Client(self.endpoint, timeout_s=5) as probe:
-            wait_for(lambda: probe.stats()["host_ready_bytes"] >= HOST_BYTES, 60)
-        return self
-
-    def blocks(self) -> int:
-        """Blocks stored so far."""
-        with Client(self.endpoint, timeout_s=5) as probe:
-            return int(probe.stats()["committed_blocks"])
-
-    def await_blocks(self, count: int) -> None:
-        """Saves go on beside the engine: wait until so many are there."""
-        wait_for(lambda: self.blocks() >= count, 20)
-
-
 @pytest.fixture(scope="session")
-def make_daemon(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Daemon]:
-    def make(name: str) -> Daemon:
-        return Daemon(tmp_path_factory.mktemp(name), **SETTINGS)
+def make_daemon(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ReadyDaemon]:
+    def make(name: str) -> ReadyDaemon:
+        return ReadyDaemon(tmp_path_factory.mktemp(name), **SETTINGS)
 
     return make
 
 
 @pytest.fixture(scope="module")
-def daemon(make_daemon: Callable[[str], Daemon]) -> Iterator[Daemon]:
+def daemon(make_daemon: Callable[[str], ReadyDaemon]) -> Iterator[ReadyDaemon]:
     with make_daemon("daemon") as running:
         yield running
 

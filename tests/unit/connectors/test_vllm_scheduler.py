@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvtierd.connectors.vllm_announcements import Announcements
 from kvtierd.connectors.vllm_keys import RequestKeys
 from kvtierd.connectors.vllm_lookups import Found
 from kvtierd.connectors.vllm_plan import ModelFacts
@@ -251,3 +252,33 @@ def test_a_token_that_cannot_be_hashed_ends_the_saving_and_not_the_engine(side, 
     request.all_token_ids += [-1, 1, 2, 3]
     assert side.plan(fake_step({"r": 12}, {"r": [1, 2, 3]})).saves == []
     assert side.plan(fake_step({"r": 12}, {"r": [1, 2, 3]})).saves == []
+
+
+def test_blocks_that_all_ranks_have_stored_are_announced(lookups):
+    announcements = Announcements(2, lambda request, begin, end: (request.request_id, begin, end))
+    side = SchedulerSide(lookups, Base(), 4, announcements)
+    first, second = FakeRequest("a", list(range(12))), FakeRequest("b", list(range(20, 32)))
+    for request in (first, second):
+        side.add(request)
+        lookups.asked[-1].reply(0)
+        side.matched(request, 0)
+    saves = side.plan(fake_step({"a": 12, "b": 12}, {"a": [1, 2, 3], "b": [4, 5, 6]})).saves
+    numbers = [save.number for save in saves]
+    assert len({0, *numbers}) == 3
+    side.saved({numbers[0]: [3]})
+    assert side.take_events() == []  # one rank is none
+    side.finished(first)
+    side.saved({numbers[0]: [2], numbers[1]: [0, 3]})
+    assert side.take_events() == [("a", 0, 2)]
+    assert side.take_events() == []
+    side.saved({99: [1, 1]})
+    assert side.take_events() == []
+
+
+def test_saves_have_no_number_where_nobody_wants_events(side, lookups):
+    request = FakeRequest("r", list(range(8)))
+    side.add(request)
+    lookups.asked[0].reply(0)
+    (save,) = side.plan(fake_step({"r": 8}, {"r": [1, 2]})).saves
+    assert save.number == 0
+    assert side.take_events() == []

@@ -18,7 +18,7 @@ from kvtierd.connectors.vllm_keys import RequestKeys
 from kvtierd.connectors.vllm_lookups import Lookup, Lookups, Question
 from kvtierd.connectors.vllm_pages import EnginePages
 from kvtierd.connectors.vllm_plan import ModelFacts, Plan, RankShape, Transfer, namespace_of
-from kvtierd.connectors.vllm_transfers import Transfers
+from kvtierd.connectors.vllm_transfers import Saved, Transfers
 from kvtierd.connectors.vllm_worker import WorkerSide
 from kvtierd.testing.fake_daemon import ThreadDaemon
 from kvtierd.testing.fake_service import FakeService
@@ -71,9 +71,9 @@ def keys() -> RequestKeys:
     return made
 
 
-def transfer(begin: int, end: int, pages: tuple[int, ...], name: str = "r") -> Transfer:
+def transfer(begin: int, end: int, pages: tuple[int, ...], name: str = "r", number: int = 0) -> Transfer:
     made = keys()
-    return Transfer(name, FACTS, made.keys(begin, end), made.parents(begin), pages)
+    return Transfer(name, FACTS, made.keys(begin, end), made.parents(begin), pages, number)
 
 
 def never() -> bool:
@@ -91,8 +91,8 @@ def test_blocks_saved_from_pages_are_loaded_into_other_pages(ranks, monkeypatch)
             save_timeout_s=5,
         )
         expected = [rank.block(page) for page in range(7)]
-        assert rank.transfers.save(transfer(0, 3, (0, 1, 2)), never) == 3
-        assert rank.transfers.save(transfer(3, 7, (3, 4, 5, 6)), never) == 4
+        assert rank.transfers.save(transfer(0, 3, (0, 1, 2)), never).stored == 3
+        assert rank.transfers.save(transfer(3, 7, (3, 4, 5, 6)), never).stored == 4
         assert rank.transfers.load(transfer(0, 7, (19, 8, 17, 10, 15, 12, 13))) == 7
         assert [rank.block(page) for page in (19, 8, 17, 10, 15, 12, 13)] == expected
 
@@ -150,15 +150,28 @@ def test_case_03_a_block_that_is_damaged_is_not_loaded_and_deleted(client, ranks
 
 def test_a_save_given_up_in_its_midst_stores_nothing_of_that_batch(client, ranks):
     answers = iter([False, True])
-    assert ranks[0].transfers.save(transfer(0, 4, (0, 1, 2, 3)), lambda: next(answers)) == 0
+    assert ranks[0].transfers.save(transfer(0, 4, (0, 1, 2, 3)), lambda: next(answers)).stored == 0
     assert ask(client, shapes=RANKS[:1]) == 0
+
+
+def test_a_save_tells_how_many_leading_blocks_are_there_whoever_stored_them(ranks):
+    rank = ranks[0]
+    assert rank.transfers.save(transfer(1, 2, (1,)), never) == Saved(1, 1)
+    assert rank.transfers.save(transfer(0, 4, (0, 1, 2, 3), number=7), never) == Saved(3, 4)
+    assert rank.transfers.save(transfer(0, 4, (0, 1, 2, 3), number=8), never) == Saved(0, 4)
+
+
+def test_a_block_that_was_refused_ends_the_leading_ones(ranks, service):
+    while len(service.chunk.free) > 2:
+        service.chunk.take()
+    assert ranks[0].transfers.save(transfer(0, 4, (0, 1, 2, 3), number=7), never) == Saved(2, 2)
 
 
 def test_without_a_daemon_lookups_miss_and_transfers_move_nothing(tmp_path):
     with Client(f"ipc://{tmp_path}/none.sock", timeout_s=0.05) as client:
         assert ask(client, timeout_s=0.2) == 0
         rank = Rank(client, RANKS[0], 1)
-        assert rank.transfers.save(transfer(0, 2, (0, 1)), never) == 0
+        assert rank.transfers.save(transfer(0, 2, (0, 1)), never).stored == 0
         assert rank.transfers.load(transfer(0, 2, (0, 1))) == 0
 
 
@@ -198,9 +211,9 @@ class SlowTransfers:
     def save(self, transfer, cancelled, _fence):
         assert self.gate.wait(10)
         if cancelled():
-            return 0
+            return Saved(0, 0)
         self.stored.append(transfer.request_id)
-        return len(transfer.pages)
+        return Saved(len(transfer.pages), len(transfer.pages))
 
 
 @pytest.fixture
@@ -238,6 +251,14 @@ def test_pages_of_a_request_that_ended_go_when_they_are_read(worker, slow):
     assert sent == {"r"}
     assert worker.results() == (set(), set())
     assert worker.counts["saved"] == 2
+
+
+def test_saves_with_a_number_are_told_once(worker, slow):
+    slow.gate.set()
+    worker.save(Plan(saves=[transfer(0, 2, (1, 2), number=3), transfer(2, 3, (3,))]))
+    wait_for(lambda: worker.counts["saved"] == 3)
+    assert worker.saves() == {3: [2]}
+    assert worker.saves() == {}
 
 
 def test_saves_of_a_preempted_request_are_given_up(worker, slow):
