@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -32,6 +33,7 @@ class Copier:
         if threads < 1:
             raise ValueError(f"copy_threads is {threads}; at least 1 is wanted")
         self._threads = threads
+        self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
     def copy_out(self, views: Sequence[Bytes], out: Sequence[Bytes] | Bytes, geometry: Geometry) -> None:
@@ -69,8 +71,7 @@ class Copier:
             for i in range(count):
                 work(i)
             return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="kvtierd-copy")
+        pool = self._helpers()
 
         # Each takes the next block when it is done with one: a thread that lost its CPU for a while holds up nobody.
         claims = itertools.count()
@@ -79,7 +80,7 @@ class Copier:
             while (i := next(claims)) < count:
                 work(i)
 
-        others = [self._pool.submit(share) for _ in range(1, threads)]
+        others = [pool.submit(share) for _ in range(1, threads)]
         try:
             share()
         finally:
@@ -90,6 +91,12 @@ class Copier:
             if error is not None:
                 raise error
 
+    def _helpers(self) -> ThreadPoolExecutor:
+        with self._lock:  # callers of several threads may come at the same time
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="kvtierd-copy")
+            return self._pool
+
     def close(self) -> None:
         """End the threads."""
         if self._pool is not None:
@@ -98,6 +105,7 @@ class Copier:
 
     def abandon(self) -> None:
         """In a forked child: the threads stayed with the parent."""
+        self._lock = threading.Lock()
         self._pool = None
 
 
