@@ -36,6 +36,10 @@ __all__ = ["KvtierdConnector"]
 
 _log = logging.getLogger("vllm.kvtierd")
 
+IDLE_WAIT_S = 0.002
+"""A step that computes nothing, since all requests wait for copies, ends when the first copy does, or after that time.
+vLLM would make such steps without a pause, and take the CPU and Python's lock from the threads that copy."""
+
 
 class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
     """Both halves of the connector, as vLLM makes them: one in its scheduler, one in each worker.
@@ -59,6 +63,7 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._shape: RankShape | None = None
+        self._idle = False
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -97,6 +102,7 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002 - vLLM's signature
         """Start this step's loads."""
+        self._idle = forward_context.attn_metadata is None
         if self._worker is not None:
             self._worker.load(self._step_plan())
 
@@ -115,7 +121,7 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
         """Requests whose pages may go, and requests whose loads have ended."""
         if self._worker is None:
             return None, None
-        sent, received = self._worker.results()
+        sent, received = self._worker.results(IDLE_WAIT_S if self._idle else 0.0)
         return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -42,6 +42,8 @@ class WorkerSide:
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvtierd-load")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="kvtierd-save")
         self._lock = threading.Lock()
+        self._change = threading.Condition(self._lock)
+        self._loading = 0
         self._saves: dict[str, list[_Save]] = {}
         self._ended: set[str] = set()
         self._received: set[str] = set()
@@ -62,6 +64,8 @@ class WorkerSide:
         """Start the loads of a step; does not wait."""
         if plan.loads:
             fence = self._transfers.fence()
+            with self._lock:
+                self._loading += len(plan.loads)
             for transfer in plan.loads:
                 self._loader.submit(self._run_load, transfer, fence)
         self._ended |= plan.finished
@@ -77,13 +81,21 @@ class WorkerSide:
                 self._saves.setdefault(transfer.request_id, []).append(save)
             self._saver.submit(self._run_save, save)
 
-    def results(self) -> tuple[set[str], set[str]]:
-        """Requests that ended and whose pages nobody reads any more, and requests whose loads have ended, each once."""
+    def results(self, wait_s: float = 0.0) -> tuple[set[str], set[str]]:
+        """Requests that ended and whose pages nobody reads any more, and requests whose loads have ended, each once.
+
+        Waits up to `wait_s` for the first of them where something is under way that will end so.
+        """
         with self._lock:
+            if wait_s and (self._loading or self._ended):
+                self._change.wait_for(self._has_results, wait_s)
             sent = {request_id for request_id in self._ended if request_id not in self._saves}
             self._ended -= sent
             received, self._received = self._received, set()
         return sent, received
+
+    def _has_results(self) -> bool:
+        return bool(self._received) or any(request_id not in self._saves for request_id in self._ended)
 
     def saves(self) -> dict[int, list[int]]:
         """Saves with a number that have ended, each once: how many of its leading blocks are stored."""
@@ -111,6 +123,8 @@ class WorkerSide:
         with self._lock:
             self._failed.update(transfer.pages[count:])
             self._received.add(transfer.request_id)
+            self._loading -= 1
+            self._change.notify_all()
             self.counts["loaded"] += count
             self.counts["failed"] += len(transfer.pages) - count
 
@@ -125,6 +139,7 @@ class WorkerSide:
             mine.remove(save)
             if not mine:
                 del self._saves[transfer.request_id]
+                self._change.notify_all()
             if transfer.number:
                 self._told[transfer.number] = [saved.leading]
             self.counts["saved"] += saved.stored

@@ -241,6 +241,23 @@ def test_a_failed_load_is_reported_with_its_request(worker, slow):
     assert worker.failed_pages() == set()
 
 
+def test_a_step_that_computes_nothing_waits_for_the_first_copy_to_end(worker, slow):
+    assert worker.results(30) == (set(), set())  # nothing is under way
+    worker.load(Plan(loads=[transfer(0, 1, (4,))]))
+    assert worker.results(0.01) == (set(), set())
+    opener = threading.Timer(0.05, slow.gate.set)
+    opener.start()
+    assert worker.results(30) == (set(), {"r"})
+    opener.join()
+    slow.gate.clear()
+    worker.save(Plan(saves=[transfer(0, 2, (1, 2))]))
+    worker.load(Plan(finished={"r"}))
+    opener = threading.Timer(0.05, slow.gate.set)
+    opener.start()
+    assert worker.results(30) == ({"r"}, set())
+    opener.join()
+
+
 def test_pages_of_a_request_that_ended_go_when_they_are_read(worker, slow):
     worker.save(Plan(saves=[transfer(0, 2, (1, 2))]))
     worker.load(Plan(finished={"r"}))
