@@ -102,9 +102,10 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002 - vLLM's signature
         """Start this step's loads."""
-        self._idle = forward_context.attn_metadata is None
         if self._worker is not None:
-            self._worker.load(self._step_plan())
+            plan = self._step_plan()
+            self._idle = plan.idle
+            self._worker.load(plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end before their request is scheduled: there is nothing to wait for."""

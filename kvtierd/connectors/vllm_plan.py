@@ -65,10 +65,12 @@ class Plan:
     """What the workers do beside one step of the engine.
 
     `preempted` are requests whose pages are taken away with this step; `finished` are requests that have ended and
-    whose pages the engine keeps until the workers say that nothing reads them any more.
+    whose pages the engine keeps until the workers say that nothing reads them any more. `idle` says that the step
+    computes nothing.
     """
 
     loads: list[Transfer] = dataclasses.field(default_factory=list)
     saves: list[Transfer] = dataclasses.field(default_factory=list)
     preempted: set[str] = dataclasses.field(default_factory=set)
     finished: set[str] = dataclasses.field(default_factory=set)
+    idle: bool = False

@@ -93,6 +93,7 @@ class SchedulerSide:
             if request_id in self._tracked:
                 self._save(self._tracked[request_id], scheduled, step.kv_connector_block_state)
         plan, self._plan = self._plan, Plan()
+        plan.idle = not step.num_scheduled_tokens
         return plan
 
     def received(self, request_ids: Iterable[str], failed_pages: set[int]) -> None:

@@ -282,3 +282,12 @@ def test_saves_have_no_number_where_nobody_wants_events(side, lookups):
     (save,) = side.plan(fake_step({"r": 8}, {"r": [1, 2]})).saves
     assert save.number == 0
     assert side.take_events() == []
+
+
+def test_workers_are_told_of_steps_that_compute_nothing(side, lookups):
+    request = FakeRequest("r", list(range(10)))
+    side.add(request)
+    lookups.asked[0].reply(0)
+    side.matched(request, 0)
+    assert not side.plan(fake_step({"r": 9}, {"r": [7, 8, 9]})).idle
+    assert side.plan(fake_step({}, {})).idle
