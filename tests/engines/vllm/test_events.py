@@ -74,7 +74,7 @@ def switch(short_folder) -> Callable[[Path], None]:
 
 
 def test_daemon_of_another_version_then_one_whose_blocks_are_announced(
-    start, make_daemon, short_folder, router, switch, plain_float32, text, whole, same, monkeypatch
+    start, make_daemon, short_folder, router, switch, text, whole, same, monkeypatch
 ):
     prompt = text[2000:2300]
     (short_folder / "newer").mkdir()
@@ -90,23 +90,24 @@ def test_daemon_of_another_version_then_one_whose_blocks_are_announced(
             patch.setattr(sessions, "PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
             switch(short_folder / "newer")
             stack.enter_context(engine)
-            goes_on_without_a_cache(engine, router, prompt, plain_float32["piece"], same)
+            alone = goes_on_without_a_cache(engine, router, prompt)
         daemon = stack.enter_context(make_daemon("upgraded"))
         switch(Path(daemon.endpoint.removeprefix("ipc://")).parent)
         wait_for(lambda: "is back" in engine.log(), 30)
         assert engine.reset_prefix_cache()
         router.listen()
         router.heard.clear()
-        blocks_are_announced_when_the_daemon_has_them(engine, router, daemon, prompt, whole)
+        again = blocks_are_announced_when_the_daemon_has_them(engine, router, daemon, prompt, whole)
+        same(again, alone)
 
 
-def goes_on_without_a_cache(engine, router, prompt, expected, same):
+def goes_on_without_a_cache(engine, router, prompt):
     alone = engine.answer(prompt)
     assert alone.cached == 0
-    same(alone, expected)
     assert f"this daemon speaks {PROTOCOL_VERSION + 1}; prompts are computed meanwhile" in engine.log()
     assert len(router.stored("GPU")) > 0, "the engine's own cache"
     assert router.stored("CPU") == []
+    return alone
 
 
 def blocks_are_announced_when_the_daemon_has_them(engine, router, daemon, prompt, whole):
@@ -121,5 +122,7 @@ def blocks_are_announced_when_the_daemon_has_them(engine, router, daemon, prompt
     assert event["block_size"] == BLOCK_TOKENS
     assert [each["block_hashes"] for each in own] == [event["block_hashes"]], "a router sees one block in two places"
     assert engine.reset_prefix_cache()
-    assert engine.answer(prompt).cached == whole(prompt)
+    again = engine.answer(prompt)
+    assert again.cached == whole(prompt)
     assert len(router.stored("CPU")) == 1, "what was found is not stored again"
+    return again
