@@ -8,6 +8,7 @@ import numpy as np
 
 from kvtierd.core.checksum import Bytes
 from kvtierd.core.units import MIB, PAGE_BYTES
+from kvtierd.storage.aio import AsyncReads
 
 HEADERS_BYTES = MIB
 """For the headers of one request."""
@@ -58,18 +59,27 @@ class HeaderMemory:
 
 
 class Scratch:
-    """What one I/O thread works with: `headers` for record headers, `bounce` for bytes that are not aligned.
+    """What one I/O thread works with: `headers` for record headers, `bounce` for bytes that are not aligned, and a
+    queue for batches of reads once there was one (kvtierd.storage.parts).
 
     Pages are taken from the system when first touched, so a thread that only moves aligned blocks costs a few of them.
     """
 
-    __slots__ = ("bounce", "headers")
+    __slots__ = ("bounce", "headers", "queue", "queue_asked")
 
     BOUNCE_BYTES = MIB
 
     def __init__(self) -> None:
         self.headers = page_buffer(HEADERS_BYTES)
         self.bounce = page_buffer(self.BOUNCE_BYTES)
+        self.queue: AsyncReads | None = None
+        self.queue_asked = False
+
+    def close(self) -> None:
+        """Give back what the system lends."""
+        if self.queue is not None:
+            self.queue.close()
+        self.queue = None
 
 
 assert Scratch.BOUNCE_BYTES % PAGE_BYTES == 0

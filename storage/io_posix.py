@@ -38,6 +38,11 @@ class PosixFile:
         """A page with O_DIRECT, else 1."""
         return self._alignment
 
+    @property
+    def queue_descriptor(self) -> int:
+        """See kvtierd.storage.parts.Queueing: through the page cache a batch would be read one by one."""
+        return self._fd if self._alignment > 1 else -1
+
     def size_bytes(self) -> int:
         """Length of the file."""
         return os.fstat(self._fd).st_size

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -18,8 +18,8 @@ from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.index.xxh3 import sums_of_parts
 from kvtierd.storage.buffers import Scratch
 from kvtierd.storage.interface import DiskError, GoneError, LayerItem
-from kvtierd.storage.io import read_exact
 from kvtierd.storage.layout import BlockShape, block_shape
+from kvtierd.storage.parts import PartRead, read_parts
 from kvtierd.storage.pool import IoPool
 from kvtierd.storage.reader import shape_problem
 from kvtierd.storage.record import Kind, Life, decode, stored_sums
@@ -128,6 +128,7 @@ def _item_error(item: LayerItem, shape: BlockShape) -> StorageError | None:
 def _transfer_all(fetches: list[_Fetch], scratch: Scratch) -> None:
     """Bring the bytes; one that cannot be read does not hold up the others."""
     used = 0
+    reads: list[tuple[_Fetch, PartRead]] = []
     for fetch in fetches:
         if not fetch.item.known:
             if used + fetch.shape.header_bytes > scratch.headers.size:
@@ -135,22 +136,21 @@ def _transfer_all(fetches: list[_Fetch], scratch: Scratch) -> None:
                 continue
             fetch.header = scratch.headers[used : used + fetch.shape.header_bytes]
             used += fetch.shape.header_bytes
-        try:
-            _transfer(fetch, scratch)
-        except OSError as error:
-            fetch.error = DiskError(f"cannot read {fetch.name} of {fetch.where}: {error.strerror or error}")
+        reads += [(fetch, read) for read in _reads_of(fetch)]
+    read_parts([read for _, read in reads], scratch)
+    for fetch, read in reads:
+        if read.error is not None:
+            cause = read.error.strerror or read.error
+            fetch.error = DiskError(f"cannot read {fetch.name} of {fetch.where}: {cause}")
 
 
-def _transfer(fetch: _Fetch, scratch: Scratch) -> None:
+def _reads_of(fetch: _Fetch) -> Iterator[PartRead]:
     item, shape, segment = fetch.item, fetch.shape, fetch.segment
     assert segment is not None
-    begin = item.extent.offset + shape.header_bytes + item.layer * shape.layer_stride
-    if fetch.header is not None and item.layer == 0:
-        read_exact(segment.file, [fetch.header, item.out], item.extent.offset, scratch)
-        return
     if fetch.header is not None:
-        read_exact(segment.file, [fetch.header], item.extent.offset, scratch)
-    read_exact(segment.file, [item.out], begin, scratch)
+        yield PartRead(segment.file, fetch.header, item.extent.offset)
+    begin = item.extent.offset + shape.header_bytes + item.layer * shape.layer_stride
+    yield PartRead(segment.file, item.out, begin)
 
 
 def _verify_all(fetches: list[_Fetch]) -> None:

@@ -114,10 +114,13 @@ class IoPool:
 
     def _work(self) -> None:
         scratch = Scratch()
-        while (found := self._next()) is not None:
-            job, step = found
-            step(job, scratch)
-            del job, found  # a job holds its caller's buffers, and the next may be long in coming
+        try:
+            while (found := self._next()) is not None:
+                job, step = found
+                step(job, scratch)
+                del job, found  # a job holds its caller's buffers, and the next may be long in coming
+        finally:
+            scratch.close()
 
     def _next(self) -> tuple[_Job, Callable[[_Job, Scratch], None]] | None:
         """The next job and what to do with it; None when the pool is closed and there is nothing left."""

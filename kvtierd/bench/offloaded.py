@@ -69,7 +69,7 @@ def _exact(options: Options, rig: Any, model: Any, rounds: int) -> Iterator[Row]
         layers = int(parts.shape.layers)
 
         def disk(threads: int) -> float:
-            return timed(lambda: raw.run(threads)) * layers
+            return timed(lambda: raw.run(threads))
 
         measures: list[Measure] = [
             lambda: timed(past.step),

@@ -76,7 +76,7 @@ class Attention:
         self._device_made: AttentionDevice | None = None
         self._loading = False
         devices = len(split_folders(settings.nvme.directory)) or 1
-        self._depth = Depth(2 * settings.nvme.io_threads * devices + JOBS_BEYOND_THREADS, 0)
+        self._depth = Depth(2 * settings.nvme.io_threads * devices + JOBS_BEYOND_THREADS, 0, devices)
         self._ahead: dict[int, Stream] = {}
         """By sequence: what was begun of the layer that is likely to be asked next; the oldest first."""
         self._tasks: set[asyncio.Task[None]] = set()

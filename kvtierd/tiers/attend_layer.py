@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import dataclasses
 import functools
@@ -119,6 +120,7 @@ class LayerWork:
         self._missing[brought] = True
         stream = self._stream = self._owner.stream(self._sequence, self._query.layer, brought)
         pieces = self._pieces(here)
+        await asyncio.sleep(0)  # the first reads are with the disk before anything takes the processors
         while True:
             if stream.all_begun:
                 self._owner.look_ahead(self._sequence, self._query.layer, brought)

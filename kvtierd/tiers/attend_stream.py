@@ -22,8 +22,14 @@ from kvtierd.tiers.sequences import OpenedSequence
 
 JOB_BYTES = 4 * MIB
 """Parts of a job: enough that the loop's own time for it is small against the disk's."""
-SMALL_JOB_BYTES = MIB
+SMALL_JOB_BYTES = 2 * MIB
 """Parts of the last jobs, if they are no larger themselves."""
+FIRST_JOBS = 2
+"""Jobs that each device is given before anything else is done: to make more of them takes the loop longer than the
+device for these."""
+LAST_JOBS = 4
+"""The last jobs of a device are as many, and smaller and smaller: the disk has something to do until the end, and what
+is left to compute then is little."""
 HEADERS_MAX_BYTES = MIB
 """What an I/O thread has room for."""
 
@@ -52,10 +58,11 @@ Fetch = Callable[[OpenedSequence, int, Job], Awaitable[list[StorageError | None]
 
 @dataclasses.dataclass(slots=True)
 class Depth:
-    """How much may be on its way for one request: `jobs` at once, and at least `blocks` parts."""
+    """How much may be on its way for one request: `jobs` at once, and at least `blocks` parts, from so many devices."""
 
     jobs: int
     blocks: int
+    devices: int = 1
 
 
 class Stream:
@@ -90,12 +97,21 @@ class Stream:
         return not self._todo
 
     def start(self) -> None:
-        """Bring the parts, waiting for room in the ring where there is none."""
+        """Bring the parts, waiting for room in the ring where there is none.
+
+        The first jobs are with the disk when the loop has gone round once: nothing shall come before them.
+        """
+        self._begin(self._depth.devices * FIRST_JOBS)
         self._pump = asyncio.create_task(self._work())
 
     def grow(self) -> None:
         """Ahead of any request: begin what there is free room for, and no more at once than the disk can use."""
-        while self._todo and not self._closed and len(self._flying) < self._depth.jobs:
+        if not self._closed:
+            self._begin(self._depth.jobs)
+
+    def _begin(self, jobs: int) -> None:
+        """Begin what there is free room for, as long as fewer jobs are on their way."""
+        while self._todo and len(self._flying) < jobs:
             size = self._todo[0].size * self.part_bytes
             offset = self._ring.try_take(size)
             if offset < 0:
@@ -215,16 +231,14 @@ class Stream:
 def _batches(
     numbers: Numbers, part_bytes: int, sequence: OpenedSequence, ring_bytes: int, depth: Depth
 ) -> list[Numbers]:
-    """Cut blocks into jobs: of a fair size, all I/O threads busy, and never more than a quarter of the ring.
-
-    The last ones are smaller and smaller, so that all threads end at about the same time.
-    """
+    """Cut blocks into jobs: of a fair size, the last ones smaller and smaller, and never more than a quarter of the
+    ring."""
     most = max(1, min(JOB_BYTES, ring_bytes // 4) // part_bytes)
     headers = max(1, HEADERS_MAX_BYTES // block_header_bytes(sequence.entry.geometry.layers))
     least = max(1, SMALL_JOB_BYTES // part_bytes)
     found, at = [], 0
     while at < numbers.size:
-        fair = max(least, (numbers.size - at) // depth.jobs)
+        fair = max(least, (numbers.size - at) // (LAST_JOBS * depth.devices))
         found.append(numbers[at : at + min(most, headers, fair)])
         at += found[-1].size
     return found

@@ -19,6 +19,11 @@ from kvtierd.tiers.workers import THREADS_MAX, Workers
 
 T = TypeVar("T")
 
+NICENESS = 5
+"""By how much threads that compute have less priority than the loop and those that read. Where they have all
+processors, the scheduler would let a read that has arrived, and the next one that could be begun, wait for milliseconds
+until a slice of theirs ends."""
+
 SIMILAR = 2.0
 """Most that the longest piece of a batch takes of the shortest."""
 
@@ -39,8 +44,8 @@ class Turns:
     def __init__(self, threads: int, progress: Progress, counters: collections.Counter[str]) -> None:
         self._side_by_side = threads or min(THREADS_MAX, len(os.sched_getaffinity(0)))
         # Each thread that calls a parallel kernel gets a team of threads for it: large pieces all go to the same one.
-        self._main = Workers(1, "kvtierd-attend", progress)
-        self._side = Workers(max(1, self._side_by_side - 1), "kvtierd-attend-side", progress)
+        self._main = Workers(1, "kvtierd-attend", progress, NICENESS)
+        self._side = Workers(max(1, self._side_by_side - 1), "kvtierd-attend-side", progress, NICENESS)
         self._counters = counters
         self._waiting: collections.deque[_Turn] = collections.deque()
         self._busy = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -17,11 +18,15 @@ THREADS_MAX = 8
 
 
 class Workers:
-    """A pool of threads for work on slots."""
+    """A pool of threads for work on slots. `niceness` lowers their priority, and that of threads that they make."""
 
-    def __init__(self, threads: int, name: str = "kvtierd-worker", progress: Progress | None = None) -> None:
+    def __init__(
+        self, threads: int, name: str = "kvtierd-worker", progress: Progress | None = None, niceness: int = 0
+    ) -> None:
         count = threads or min(THREADS_MAX, len(os.sched_getaffinity(0)))
-        self.executor = concurrent.futures.ThreadPoolExecutor(count, thread_name_prefix=name)
+        self.executor = concurrent.futures.ThreadPoolExecutor(
+            count, thread_name_prefix=name, initializer=_be_nice, initargs=(niceness,)
+        )
         self.progress = progress or Progress()
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -48,3 +53,10 @@ class Workers:
     def close(self) -> None:
         """Wait for running work and end the threads."""
         self.executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _be_nice(by: int) -> None:
+    """Lower the priority of this thread; on Linux that is a thread's own."""
+    if by:
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + by))
