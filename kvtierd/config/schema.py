@@ -248,7 +248,8 @@ class Tenant(_Section, frozen=True, kw_only=True):
     host_inflight: Annotated[int, Meta(ge=0, le=65_536), _LIVE] = 0
     """Requests of all its clients being worked on at one time; beyond it they are answered `busy`."""
     nvme_inflight: Annotated[int, Meta(ge=0, le=65_536), _LIVE] = 0
-    """Blocks being read from nvme at one time, likewise; attention over stored blocks does not count."""
+    """Blocks being read from nvme at one time, likewise. Attention over stored blocks waits in line for them, with
+    three in four of these places."""
 
 
 class Settings(_Section, frozen=True, kw_only=True):

@@ -217,6 +217,8 @@ class Attention:
             numbers,
             ring=self.ring,
             depth=self._depth,
+            line=self._copies.under_way,
+            in_nvme=self._fetcher.count_in_nvme,
             fetch=self._fetcher.fetch,
             tasks=self._tasks,
         )

@@ -10,6 +10,7 @@ import asyncio
 import collections
 import dataclasses
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import numpy as np
 
@@ -39,7 +40,8 @@ class Job:
     """Parts of blocks `numbers` [k] of the sequence, one behind the other in a piece of the ring.
 
     Once it has arrived, `errors` has None for each that is good, `codecs` ([k], kvtierd.core.stored_form) the form in
-    which it is there, and `places` ([k], `Place`) where it came from.
+    which it is there, and `places` ([k], `Place`) where it came from. `counted` are those that count as blocks of its
+    tenant on their way from nvme.
     """
 
     stream: Stream
@@ -48,12 +50,36 @@ class Job:
     size: int
     codecs: Codecs
     places: Codecs
+    counted: int = 0
     errors: list[StorageError | None] = dataclasses.field(default_factory=list)
     failure: BaseException | None = None
 
 
 Fetch = Callable[[OpenedSequence, int, Job], Awaitable[list[StorageError | None]]]
 """Bring the parts of a job: sequence, layer, job."""
+
+Count = Callable[[OpenedSequence, Numbers], int]
+"""How many of these blocks of a sequence would be read from nvme now."""
+
+
+class Line(Protocol):
+    """Where reads from nvme wait if their tenant has too many under way (kvtierd.tiers.under_way)."""
+
+    def most(self, tenant: str) -> int | None:
+        """Most blocks at once; None for any number."""
+        ...
+
+    def try_enter(self, tenant: str, blocks: int) -> bool:
+        """Set out now, or not."""
+        ...
+
+    async def enter(self, tenant: str, blocks: int) -> None:
+        """Set out when there is room."""
+        ...
+
+    def leave(self, tenant: str, blocks: int) -> None:
+        """They have come."""
+        ...
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,13 +102,16 @@ class Stream:
         *,
         ring: StagingRing,
         depth: Depth,
+        line: Line,
+        in_nvme: Count,
         fetch: Fetch,
         tasks: set[asyncio.Task[None]],
     ) -> None:
         self.sequence, self.layer = sequence, layer
         self.part_bytes = sequence.entry.geometry.layer_stride
         self._ring, self._depth, self._fetch, self._tasks = ring, depth, fetch, tasks
-        self._todo = collections.deque(_batches(numbers, self.part_bytes, sequence, ring.size_bytes, depth))
+        self._line, self._in_nvme, self._tenant = line, in_nvme, sequence.entry.tenant
+        self._todo = collections.deque(self._batches(numbers))
         self._flying: set[Job] = set()
         self._ready: collections.deque[Job] = collections.deque()
         self._taken = 0
@@ -112,24 +141,26 @@ class Stream:
     def _begin(self, jobs: int) -> None:
         """Begin what there is free room for, as long as fewer jobs are on their way."""
         while self._todo and len(self._flying) < jobs:
-            size = self._todo[0].size * self.part_bytes
-            offset = self._ring.try_take(size)
-            if offset < 0:
+            numbers = self._todo[0]
+            counted = self._in_nvme(self.sequence, numbers)
+            if not self._line.try_enter(self._tenant, counted):
                 return
-            self._launch(self._todo.popleft(), offset, size)
+            offset = self._ring.try_take(numbers.size * self.part_bytes)
+            if offset < 0:
+                self._line.leave(self._tenant, counted)
+                return
+            self._launch(self._todo.popleft(), offset, counted)
 
     def adopt(self, numbers: Numbers) -> None:
         """A request has come that wants the parts of these blocks: bring the rest of them."""
         begun = np.concatenate([numbers[:0], *(job.numbers for job in (*self._ready, *self._flying))])
         rest = np.setdiff1d(numbers, begun, assume_unique=True)
-        self._todo = collections.deque(
-            _batches(rest, self.part_bytes, self.sequence, self._ring.size_bytes, self._depth)
-        )
+        self._todo = collections.deque(self._batches(rest))
         self.start()
 
     def again(self, numbers: Numbers) -> None:
         """Bring the parts of these blocks once more, from wherever they are now."""
-        self._todo.extend(_batches(numbers, self.part_bytes, self.sequence, self._ring.size_bytes, self._depth))
+        self._todo.extend(self._batches(numbers))
         if self._pump is None or self._pump.done():
             self.start()
 
@@ -188,23 +219,49 @@ class Stream:
                     await self._changed.wait()
                 if not self._todo:
                     break
-                size = self._todo[0].size * self.part_bytes
-                offset = await self._ring.take(size)
-                if not self._todo or self._todo[0].size * self.part_bytes != size:
-                    self._ring.give(offset, size)
-                    continue
-                self._launch(self._todo.popleft(), offset, size)
+                await self._next()
         finally:
             # Seen after this task is done: whoever waits asks `ended`.
             asyncio.get_running_loop().call_soon(self._changed.set)
+
+    def _batches(self, numbers: Numbers) -> list[Numbers]:
+        """Cut blocks into jobs: of a fair size, the last ones smaller and smaller, never more than a quarter of the
+        ring, nor more than their tenant may have under way."""
+        size = self.part_bytes
+        most = max(1, min(JOB_BYTES, self._ring.size_bytes // 4) // size)
+        headers = max(1, HEADERS_MAX_BYTES // block_header_bytes(self.sequence.entry.geometry.layers))
+        most = min(most, headers, self._line.most(self._tenant) or most)
+        least = max(1, SMALL_JOB_BYTES // size)
+        found, at = [], 0
+        while at < numbers.size:
+            fair = max(least, (numbers.size - at) // (LAST_JOBS * self._depth.devices))
+            found.append(numbers[at : at + min(most, fair)])
+            at += found[-1].size
+        return found
+
+    async def _next(self) -> None:
+        """Begin the first of what is left, when its tenant may have it read and there is room for it."""
+        numbers, size = self._todo[0], self._todo[0].size * self.part_bytes
+        counted = self._in_nvme(self.sequence, numbers)
+        await self._line.enter(self._tenant, counted)
+        try:
+            offset = await self._ring.take(size)
+        except BaseException:
+            self._line.leave(self._tenant, counted)
+            raise
+        if self._todo and self._todo[0] is numbers:
+            self._launch(self._todo.popleft(), offset, counted)
+            return
+        self._ring.give(offset, size)
+        self._line.leave(self._tenant, counted)
 
     def _jobs_at_once(self) -> int:
         parts = max(1, self._todo[0].size) if self._todo else 1
         return max(self._depth.jobs, -(-self._depth.blocks // parts))
 
-    def _launch(self, numbers: Numbers, offset: int, size: int) -> None:
+    def _launch(self, numbers: Numbers, offset: int, counted: int) -> None:
         plain = np.zeros(numbers.size, np.uint8)
-        job = Job(self, numbers, offset, size, plain, plain.copy())
+        job = Job(self, numbers, offset, numbers.size * self.part_bytes, plain, plain.copy(), counted)
         self._flying.add(job)
         task = asyncio.create_task(self._bring(job))
         self._tasks.add(task)
@@ -217,6 +274,7 @@ class Stream:
         except Exception as error:  # noqa: BLE001 - raised where the job is taken
             job.failure = error
         finally:
+            self._line.leave(self._tenant, job.counted)
             self._flying.discard(job)
             if self._closed:
                 self._ring.give(job.offset, job.size)
@@ -226,19 +284,3 @@ class Stream:
             if self._pump is None:
                 self._ring.look_again()
                 self.grow()
-
-
-def _batches(
-    numbers: Numbers, part_bytes: int, sequence: OpenedSequence, ring_bytes: int, depth: Depth
-) -> list[Numbers]:
-    """Cut blocks into jobs: of a fair size, the last ones smaller and smaller, and never more than a quarter of the
-    ring."""
-    most = max(1, min(JOB_BYTES, ring_bytes // 4) // part_bytes)
-    headers = max(1, HEADERS_MAX_BYTES // block_header_bytes(sequence.entry.geometry.layers))
-    least = max(1, SMALL_JOB_BYTES // part_bytes)
-    found, at = [], 0
-    while at < numbers.size:
-        fair = max(least, (numbers.size - at) // (LAST_JOBS * depth.devices))
-        found.append(numbers[at : at + min(most, headers, fair)])
-        at += found[-1].size
-    return found
