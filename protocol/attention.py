@@ -10,6 +10,7 @@ from typing import Self
 from kvtierd.core.keys import Keys
 from kvtierd.protocol.asking import Asking
 from kvtierd.protocol.attention_batch import AttendBatch, AttendMany, AttendOne
+from kvtierd.protocol.attention_messages import Loss
 from kvtierd.protocol.attention_plans import ATTEND_TIMEOUT_S, Array, Attended, Options, OutputDtype, SequencePlans
 from kvtierd.protocol.results import NamespaceHandle
 from kvtierd.protocol.waiting import Driver
@@ -49,6 +50,7 @@ class Sequence:
         sinks: Array | None = None,
         v_dim: int = 0,
         output: OutputDtype = "fp32",
+        loss: Loss = "any",
         timeout_s: float | None = None,
     ) -> Attended:
         """Exact attention of q over the first `length` tokens (all by default) of one layer.
@@ -57,13 +59,15 @@ class Sequence:
         default so that the last one is the last token; where `causal` it sees the keys up to its own position, the last
         `window` of them where that is not 0. `scale` multiplies scores (default 1 / sqrt(k_dim)), `soft_cap` c makes
         them c * tanh(score / c), `sinks` float32 [heads] are scores without a value. `v_dim` is that of a latent form.
-        `output` is the dtype of the output, "" that of q.
+        `output` is the dtype of the output, "" that of q. `loss` matters in namespaces that allow it: a copy in FP8
+        stands in for an exact one wherever it is nearer (`any`), only while the host tier thrashes (`pressure`), or
+        never (`none`, and then a block without an exact copy is an error); `lossy` of what is returned names them.
 
         Raises ValueError and RequestError for what cannot be computed, RequestError `not_present` or
         `checksum_mismatch` naming a block that is lost, Unavailable where the daemon cannot answer now.
         """
         lengths = () if length is None else (length,)
-        options = Options(lengths, scale, causal, position, window, soft_cap, v_dim, output)
+        options = Options(lengths, scale, causal, position, window, soft_cap, v_dim, output, loss)
         return self.attend_layers([layer], [q], None if sinks is None else [sinks], options, timeout_s=timeout_s)[0]
 
     def attend_layers(

@@ -10,6 +10,7 @@ from typing import Self
 from kvtierd.core.keys import Keys
 from kvtierd.protocol.aio_driver import AsyncDriver
 from kvtierd.protocol.asking import Asking
+from kvtierd.protocol.attention_messages import Loss
 from kvtierd.protocol.attention_plans import ATTEND_TIMEOUT_S, Array, Attended, Options, OutputDtype, SequencePlans
 from kvtierd.protocol.results import NamespaceHandle
 
@@ -45,11 +46,12 @@ class AsyncSequence:
         sinks: Array | None = None,
         v_dim: int = 0,
         output: OutputDtype = "fp32",
+        loss: Loss = "any",
         timeout_s: float | None = None,
     ) -> Attended:
         """As `Sequence.attend`."""
         lengths = () if length is None else (length,)
-        options = Options(lengths, scale, causal, position, window, soft_cap, v_dim, output)
+        options = Options(lengths, scale, causal, position, window, soft_cap, v_dim, output, loss)
         found = await self.attend_layers([layer], [q], None if sinks is None else [sinks], options, timeout_s=timeout_s)
         return found[0]
 

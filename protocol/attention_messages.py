@@ -12,6 +12,9 @@ from kvtierd.protocol.requests import Request
 QueryDtype = Literal["fp32", "fp16", "bf16"]
 QUERY_BYTES: dict[QueryDtype, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
 
+Loss = Literal["any", "pressure", "none"]
+"""When a copy that has been through FP8 may stand in for an exact one; see `Attend`."""
+
 MAX_ATTEND_LAYERS = 1024
 """Most layers in one request: as many as a block can have."""
 
@@ -42,6 +45,10 @@ class Attend(Request, kw_only=True, omit_defaults=True, tag="attend"):
     position, `window` of them where that is not 0. `scale` multiplies scores (nil: 1 / sqrt(k_dim)); `soft_cap` c,
     where not 0, makes them c * tanh(score / c). `v_dim` is that of a latent form, 0 elsewhere. `output` is the dtype
     of the output, "" that of q.
+
+    `loss` says when a copy that has been through FP8 may be used though there is an exact one: wherever it is nearer
+    (`any`), only while the host tier thrashes (`pressure`), or never (`none`). Where there is no exact copy it is used
+    anyway, but with `none`, where that is an error which names the block.
     """
 
     sequence: int
@@ -58,6 +65,7 @@ class Attend(Request, kw_only=True, omit_defaults=True, tag="attend"):
     v_dim: int = 0
     sinks: bool = False
     output: Literal["", "fp32", "fp16", "bf16"] = "fp32"
+    loss: Loss = "any"
 
 
 class CloseSequence(Request, kw_only=True, omit_defaults=True, tag="close_sequence"):

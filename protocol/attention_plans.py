@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvtierd.core.errors import ErrorCode
 from kvtierd.core.keys import Keys, as_keys
 from kvtierd.protocol.asking import Ask, Asking, Plan, as_frame, raw
+from kvtierd.protocol.attention_messages import Loss
 from kvtierd.protocol.messages import (
     AnyRequest,
     Attend,
@@ -65,6 +66,7 @@ class Options:
     soft_cap: float = 0.0
     v_dim: int = 0
     output: OutputDtype = "fp32"
+    loss: Loss = "any"
 
 
 class SequencePlans:
@@ -148,6 +150,7 @@ class SequencePlans:
             v_dim=options.v_dim,
             sinks=sinks is not None,
             output=options.output,
+            loss=options.loss,
         )
         return request, frames
 

@@ -29,15 +29,15 @@ from kvtierd.protocol.service import Answer, Session
 from kvtierd.storage.interface import BlockStore
 from kvtierd.tiers.attend_fetch import PartFetcher
 from kvtierd.tiers.attend_layer import LayerWork, Tally
-from kvtierd.tiers.attend_places import Numbers, Place
+from kvtierd.tiers.attend_places import Fidelity, Numbers, Place
 from kvtierd.tiers.attend_request import LayerQuery, check_shape, queries_of
 from kvtierd.tiers.attend_ring import StagingRing
 from kvtierd.tiers.attend_stream import Depth, Stream
 from kvtierd.tiers.attend_times import AttendTimes
 from kvtierd.tiers.attend_turns import Turns
-from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.later_kernels import load
 from kvtierd.tiers.leases import SESSION_SHARE
+from kvtierd.tiers.room import Room
 from kvtierd.tiers.sequences import OpenedSequence, Sequences
 from kvtierd.tiers.workers import Workers
 
@@ -55,13 +55,14 @@ class Attention:
     def __init__(
         self,
         settings: Settings,
-        copies: Copies,
+        room: Room,
         sequences: Sequences,
         store: BlockStore | None,
         workers: Workers,
         clock: Clock,
     ) -> None:
-        self._copies = copies
+        self._copies = copies = room.copies
+        self._pressure = room.pressure
         self._clock = clock
         self.sequences = sequences
         sequences.on_open, sequences.on_close = self._get_ready, self._forget_ahead
@@ -137,8 +138,9 @@ class Attention:
             asked = await self._compute.run(functools.partial(queries_of, request, geometry, tokens, frames))
             dtype = request.output or request.dtype
             answers: list[Array] = []
+            fidelity = self._fidelity_of(request, sequence)
             for query in asked:
-                answers += await self._layer(sequence, query, dtype, tally)
+                answers += await self._layer(sequence, query, dtype, tally, fidelity)
             counters["attend_requests"] += 1
             return _answer(answers, tally)
         except RequestError:
@@ -158,8 +160,18 @@ class Attention:
             message = f"{mine} attends of this session and {self._running.total()} of all are being worked on"
             raise RequestError(ErrorCode.BUSY, message, retry_after_ms=20)
 
-    async def _layer(self, sequence: OpenedSequence, query: LayerQuery, dtype: str, tally: Tally) -> list[Array]:
-        work = LayerWork(self, self._copies, sequence, query, tally)
+    def _fidelity_of(self, request: Attend, sequence: OpenedSequence) -> Fidelity:
+        """Which copies a request may be computed from: said once, for all of its layers."""
+        if request.loss == "none":
+            return Fidelity.EXACT
+        if request.loss == "any" or self._pressure.thrashes(self._copies.host_class(sequence.entry)):
+            return Fidelity.ANY
+        return Fidelity.EXACT_FIRST
+
+    async def _layer(
+        self, sequence: OpenedSequence, query: LayerQuery, dtype: str, tally: Tally, fidelity: Fidelity
+    ) -> list[Array]:
+        work = LayerWork(self, self._copies, sequence, query, tally, fidelity)
         try:
             return await work.run(dtype)
         finally:
@@ -189,28 +201,28 @@ class Attention:
         """Run a piece of work when it is its turn to compute (kvtierd.tiers.attend_turns)."""
         return await self._times.compute.of(self._compute.run(piece, work))
 
-    def stream(self, sequence: OpenedSequence, layer: int, numbers: Numbers) -> Stream:
+    def stream(self, sequence: OpenedSequence, layer: int, numbers: Numbers, fidelity: Fidelity) -> Stream:
         """Have the parts of these blocks brought, with what has come ahead."""
         ahead = self._ahead.pop(sequence.id, None)
-        if ahead is not None and ahead.layer == layer:
+        if ahead is not None and (ahead.layer, ahead.fidelity) == (layer, fidelity):
             ahead.adopt(numbers)
             return ahead
         if ahead is not None:
             self._wasted(ahead.close())
-        stream = self._new_stream(sequence, layer, numbers)
+        stream = self._new_stream(sequence, layer, numbers, fidelity)
         stream.start()
         return stream
 
-    def look_ahead(self, sequence: OpenedSequence, layer: int, numbers: Numbers) -> None:
+    def look_ahead(self, sequence: OpenedSequence, layer: int, numbers: Numbers, fidelity: Fidelity) -> None:
         """All that is wanted of a layer is on its way: begin with the next one, as far as the ring has room."""
         following = self._ahead.get(sequence.id)
         if following is None:
             if layer + 1 >= sequence.entry.geometry.layers or sequence.closed or not numbers.size:
                 return
-            following = self._ahead[sequence.id] = self._new_stream(sequence, layer + 1, numbers)
+            following = self._ahead[sequence.id] = self._new_stream(sequence, layer + 1, numbers, fidelity)
         following.grow()
 
-    def _new_stream(self, sequence: OpenedSequence, layer: int, numbers: Numbers) -> Stream:
+    def _new_stream(self, sequence: OpenedSequence, layer: int, numbers: Numbers, fidelity: Fidelity) -> Stream:
         return Stream(
             sequence,
             layer,
@@ -221,6 +233,7 @@ class Attention:
             in_nvme=self._fetcher.count_in_nvme,
             fetch=self._fetcher.fetch,
             tasks=self._tasks,
+            fidelity=fidelity,
         )
 
     def _shed_one(self) -> bool:

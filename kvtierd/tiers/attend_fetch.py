@@ -15,7 +15,7 @@ from kvtierd.core.stored_form import Codec, EncodedLayout, form_of
 from kvtierd.core.token_spans import copy_tokens
 from kvtierd.index.xxh3 import sums_of_parts
 from kvtierd.storage.interface import BlockStore, GoneError, LayerItem
-from kvtierd.tiers.attend_places import Codecs, Numbers, Place, places_of
+from kvtierd.tiers.attend_places import Codecs, Fidelity, Numbers, Place, lossy_at, places_of
 from kvtierd.tiers.attend_ring import StagingRing
 from kvtierd.tiers.attend_stream import Job
 from kvtierd.tiers.attend_times import AttendTimes
@@ -42,14 +42,16 @@ class PartFetcher:
         self._workers = workers
         self._ring = ring
 
-    def count_in_nvme(self, sequence: OpenedSequence, numbers: Numbers) -> int:
+    def count_in_nvme(self, sequence: OpenedSequence, numbers: Numbers, fidelity: Fidelity) -> int:
         """How many of these blocks would be read from nvme now."""
-        return int(np.count_nonzero(places_of(self._copies, sequence.rows[numbers]) == Place.NVME))
+        places = places_of(self._copies, sequence.rows[numbers], fidelity)
+        return int(np.count_nonzero(places == Place.NVME))
 
     async def fetch(self, sequence: OpenedSequence, layer: int, job: Job) -> Errors:
         """Bring the parts of a job; None for each that came whole."""
         errors: Errors = [None] * job.numbers.size
-        places = job.places = places_of(self._copies, sequence.rows[job.numbers])
+        rows, fidelity = sequence.rows[job.numbers], job.stream.fidelity
+        places = job.places = places_of(self._copies, rows, fidelity)
         for place, bring in (
             (Place.NVME, self._from_nvme),
             (Place.SCATTERED, self._from_extents),
@@ -60,6 +62,14 @@ class PartFetcher:
             (Place.NOWHERE, self._from_nowhere),
         ):
             which = np.flatnonzero(places == place)
+            if not which.size:
+                continue
+            # Some may have moved while others were brought; from here to where they are held nothing can.
+            same = places_of(self._copies, rows[which], fidelity) == place
+            for i in which[~same].tolist():
+                errors[i] = StorageError("the block has moved meanwhile")
+            which = which[same]
+            job.lossy[which] = lossy_at(self._copies, rows[which], places[which])
             if which.size:
                 busy = self._times.disk if place == Place.NVME else self._times.copy
                 await busy.of(self._some(bring, sequence, layer, job, which, errors))

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtierd.core.errors import CorruptionError, ErrorCode, RequestError, StorageError
 from kvtierd.core.geometry import Geometry
@@ -18,9 +17,8 @@ from kvtierd.core.stored_form import form_of
 from kvtierd.gpu.attend import Array, AttentionDevice, Partial
 from kvtierd.gpu.attend import Blocks as Parts
 from kvtierd.gpu.slot_pool import Slots
-from kvtierd.protocol.messages import TIER_GPU, TIER_HOST
 from kvtierd.storage.interface import DiskError
-from kvtierd.tiers.attend_places import Codecs, LayerForm, Numbers, Place, places_of
+from kvtierd.tiers.attend_places import Codecs, Fidelity, LayerForm, Numbers, Place, lossy_at, places_of
 from kvtierd.tiers.attend_request import LayerQuery
 from kvtierd.tiers.attend_ring import StagingRing
 from kvtierd.tiers.attend_stream import Job, Stream
@@ -53,21 +51,6 @@ class Tally:
             size = form_of(geometry, codec).layer_stride
             self.nvme_bytes += int(np.count_nonzero(codecs[on_disk] == codec)) * size
 
-    def note_lossy(
-        self, copies: Copies, sequence: OpenedSequence, numbers: Numbers, places: npt.NDArray[np.uint8] | None = None
-    ) -> None:
-        """Of these blocks, those of which a copy that has been through FP8 was used, or may have been.
-
-        `places` are where they are computed; None where they were brought, from whichever copy they have.
-        """
-        rows, forms = sequence.rows[numbers], copies.shapes.forms
-        if not forms.seen or not rows.size:
-            return
-        tiers = copies.blocks.residency(rows)
-        if places is not None:
-            tiers = np.where(places == Place.GPU, TIER_GPU, TIER_HOST).astype(np.uint8)
-        self.lossy.update(numbers[(forms.lossy[rows] & tiers) != 0].tolist())
-
 
 class Owner(Protocol):
     """What a layer's work needs of kvtierd.tiers.attend."""
@@ -84,11 +67,11 @@ class Owner(Protocol):
         """Run a piece of work when it is its turn; `work` is that of one which uses a single processor."""
         ...
 
-    def stream(self, sequence: OpenedSequence, layer: int, numbers: Numbers) -> Stream:
+    def stream(self, sequence: OpenedSequence, layer: int, numbers: Numbers, fidelity: Fidelity) -> Stream:
         """Have the parts of these blocks brought."""
         ...
 
-    def look_ahead(self, sequence: OpenedSequence, layer: int, numbers: Numbers) -> None:
+    def look_ahead(self, sequence: OpenedSequence, layer: int, numbers: Numbers, fidelity: Fidelity) -> None:
         """All that is wanted of a layer is on its way."""
         ...
 
@@ -96,8 +79,17 @@ class Owner(Protocol):
 class LayerWork:
     """One layer of one request."""
 
-    def __init__(self, owner: Owner, copies: Copies, sequence: OpenedSequence, query: LayerQuery, tally: Tally) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        copies: Copies,
+        sequence: OpenedSequence,
+        query: LayerQuery,
+        tally: Tally,
+        fidelity: Fidelity,
+    ) -> None:
         self._owner, self._copies, self._sequence, self._query, self._tally = owner, copies, sequence, query, tally
+        self._fidelity = fidelity
         self._form = LayerForm(sequence.entry, query.layer)
         self._holds: list[tuple[Place, Slots]] = []
         self._stream: Stream | None = None
@@ -118,12 +110,12 @@ class LayerWork:
         here, brought = self._plan()
         self._missing = np.zeros(self._sequence.rows.size, np.bool_)
         self._missing[brought] = True
-        stream = self._stream = self._owner.stream(self._sequence, self._query.layer, brought)
+        stream = self._stream = self._owner.stream(self._sequence, self._query.layer, brought, self._fidelity)
         pieces = self._pieces(here)
         await asyncio.sleep(0)  # the first reads are with the disk before anything takes the processors
         while True:
             if stream.all_begun:
-                self._owner.look_ahead(self._sequence, self._query.layer, brought)
+                self._owner.look_ahead(self._sequence, self._query.layer, brought, self._fidelity)
             if jobs := stream.poll():
                 await self._arrived(stream, jobs)
             elif (piece := next(pieces, None)) is not None:
@@ -133,7 +125,7 @@ class LayerWork:
             else:
                 await stream.wait()
         assert not self._missing.any(), f"{np.count_nonzero(self._missing)} parts never came"
-        self._owner.look_ahead(self._sequence, self._query.layer, brought)
+        self._owner.look_ahead(self._sequence, self._query.layer, brought, self._fidelity)
 
     def close(self) -> None:
         """Let go of everything."""
@@ -148,12 +140,14 @@ class LayerWork:
         numbers = np.arange(span.begin, span.end)
         self._owner.sequences.keep(sequence, numbers)
         place, addresses = sequence.place[numbers], sequence.addresses[numbers]
+        if self._fidelity is not Fidelity.ANY:
+            place[lossy_at(self._copies, sequence.rows[numbers], place)] = Place.NOWHERE
         loose = np.flatnonzero(place == Place.NOWHERE)
         if loose.size:
-            place[loose] = places_of(self._copies, sequence.rows[numbers[loose]])
+            place[loose] = places_of(self._copies, sequence.rows[numbers[loose]], self._fidelity)
             for tier in (Place.GPU, Place.HOST):
                 mine = np.flatnonzero(place == tier)
-                mine = mine[sequence.place[numbers[mine]] == Place.NOWHERE]
+                mine = mine[sequence.place[numbers[mine]] != tier]
                 if mine.size:
                     slots, addresses[mine] = hold(self._copies, sequence.entry, tier, sequence.rows[numbers[mine]])
                     self._holds.append((tier, slots))
@@ -163,7 +157,7 @@ class LayerWork:
         for tier in (Place.GPU, Place.HOST):
             self._tally.parts[tier] += int(np.count_nonzero(place == tier))
         mine = numbers[here]
-        self._tally.note_lossy(self._copies, sequence, mine, place[here])
+        self._tally.lossy.update(mine[lossy_at(self._copies, sequence.rows[mine], place[here])].tolist())
         parts = self._form.in_slots(addresses[here], mine, self._tokens(mine), place[here])
         return parts, numbers[~here]
 
@@ -187,6 +181,7 @@ class LayerWork:
             begins = np.concatenate([base + job.offset + step * np.arange(job.numbers.size) for job in jobs])
             codecs = np.concatenate([job.codecs for job in jobs])
             places = np.concatenate([job.places for job in jobs])
+            lossy = np.concatenate([job.lossy for job in jobs])
             # What was brought ahead may be computed where it lies by now, or be outside of what the queries see.
             wanted = self._missing[numbers]
             good = np.array([error is None for job in jobs for error in job.errors])
@@ -196,10 +191,11 @@ class LayerWork:
             if not (good & wanted).all():
                 which = np.flatnonzero(good & wanted)
                 numbers, begins, codecs, places = numbers[which], begins[which], codecs[which], places[which]
+                lossy = lossy[which]
             parts = self._form.of_parts(begins.astype(np.uint64), codecs, numbers, self._tokens(numbers), Place.NVME)
             for piece in self._pieces(parts):
                 await self._owner.run(*piece)
-            self._tally.note_lossy(self._copies, self._sequence, numbers)
+            self._tally.lossy.update(numbers[lossy].tolist())
             self._missing[numbers] = False
             self._tally.note_places(places, codecs, self._form.geometry)
         finally:
@@ -212,7 +208,8 @@ class LayerWork:
         """Some parts did not come: once more from where their blocks are by now, or an error that names the block."""
         for i in bad.tolist():
             error, number = errors[i], int(numbers[i])
-            elsewhere = places_of(self._copies, self._sequence.rows[number : number + 1])[0] != Place.NOWHERE
+            row = self._sequence.rows[number : number + 1]
+            elsewhere = places_of(self._copies, row, self._fidelity)[0] != Place.NOWHERE
             if number in self._tried or not elsewhere or isinstance(error, CorruptionError | DiskError):
                 raise self._lost(number, error)
             self._tried.add(number)
@@ -225,6 +222,10 @@ class LayerWork:
             return RequestError(ErrorCode.CHECKSUM_MISMATCH, f"{name} of the sequence is damaged: {error}")
         if isinstance(error, DiskError):
             return RequestError(ErrorCode.UNAVAILABLE, f"{name} of the sequence cannot be read: {error}")
+        elsewhere = places_of(self._copies, self._sequence.rows[number : number + 1])[0]
+        if self._fidelity is Fidelity.EXACT and elsewhere != Place.NOWHERE:
+            message = f"{name} of the sequence has no exact copy any more; allow loss, or store it again"
+            return RequestError(ErrorCode.NOT_PRESENT, message)
         return RequestError(ErrorCode.NOT_PRESENT, f"{name} of the sequence is in no tier any more")
 
 

@@ -16,6 +16,7 @@ from kvtierd.core.stored_form import Codec, EncodedLayout
 from kvtierd.gpu.attend import DTYPE_CODES, code_of
 from kvtierd.gpu.attend import Blocks as Parts
 from kvtierd.gpu.slot_pool import SlotClass, Slots
+from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME
 from kvtierd.tiers.blocks import Rows
 from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.gpu_tier import GpuTier
@@ -42,20 +43,59 @@ class Place(enum.IntEnum):
     """In host, in FP8."""
 
 
-def places_of(copies: Copies, rows: Rows) -> npt.NDArray[np.uint8]:
+_TIERS = np.zeros(len(Place), np.uint8)
+_TIERS[[Place.GPU, Place.GPU_ONLY]], _TIERS[Place.NVME] = TIER_GPU, TIER_NVME
+_TIERS[[Place.HOST, Place.SCATTERED, Place.COMPRESSED]] = TIER_HOST
+"""The tier of each place."""
+
+
+class Fidelity(enum.Enum):
+    """Which copies may be computed from, where some have been through FP8."""
+
+    ANY = "any"
+    """The nearest."""
+    EXACT_FIRST = "exact first"
+    """The nearest exact one; where there is none, the nearest."""
+    EXACT = "exact"
+    """The nearest exact one."""
+
+
+def places_of(copies: Copies, rows: Rows, fidelity: Fidelity = Fidelity.ANY) -> Codecs:
     """The best place of each block now, [n] uint8 (`Place`)."""
+    forms = copies.shapes.forms
+    if fidelity is Fidelity.ANY or not forms.seen:
+        return _places(copies, rows, np.zeros(rows.size, np.uint8))
+    found = _places(copies, rows, forms.lossy[rows])
+    if fidelity is Fidelity.EXACT_FIRST and (left := np.flatnonzero(found == Place.NOWHERE)).size:
+        found[left] = _places(copies, rows[left], np.zeros(left.size, np.uint8))
+    return found
+
+
+def _places(copies: Copies, rows: Rows, unwanted: Codecs) -> Codecs:
+    """`unwanted` are tiers of which the copy is not to be used, [n]."""
     table = copies.blocks.table
     found = np.full(rows.size, Place.NOWHERE, np.uint8)
-    found[table.segment[rows] >= 0] = Place.NVME
-    in_gpu = table.gpu_slot[rows] >= 0
+    found[(table.segment[rows] >= 0) & ((unwanted & TIER_NVME) == 0)] = Place.NVME
+    in_gpu = (table.gpu_slot[rows] >= 0) & ((unwanted & TIER_GPU) == 0)
+    host = (unwanted & TIER_HOST) == 0
     reachable = copies.gpu is not None and copies.gpu.device.address != 0
     if not reachable:
         found[in_gpu] = Place.GPU_ONLY
-    found[copies.shapes.scattered(rows)] = Place.SCATTERED
-    found[copies.shapes.forms.mask(rows)] = Place.COMPRESSED
-    found[table.host_slot[rows] >= 0] = Place.HOST
+    found[copies.shapes.scattered(rows) & host] = Place.SCATTERED
+    found[copies.shapes.forms.mask(rows) & host] = Place.COMPRESSED
+    found[(table.host_slot[rows] >= 0) & host] = Place.HOST
     if reachable:
         found[in_gpu] = Place.GPU
+    return found
+
+
+def lossy_at(copies: Copies, rows: Rows, places: Codecs) -> npt.NDArray[np.bool_]:
+    """Which of these blocks' copies at these places have been through FP8, [n]."""
+    forms = copies.shapes.forms
+    if not forms.seen:
+        return np.zeros(rows.size, np.bool_)
+    tiers = _TIERS[places]
+    found: npt.NDArray[np.bool_] = (forms.lossy[rows] & tiers) != 0
     return found
 
 

@@ -13,11 +13,12 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtierd.core.errors import StorageError
 from kvtierd.core.units import MIB
 from kvtierd.storage.layout import block_header_bytes
-from kvtierd.tiers.attend_places import Codecs, Numbers
+from kvtierd.tiers.attend_places import Codecs, Fidelity, Numbers
 from kvtierd.tiers.attend_ring import StagingRing
 from kvtierd.tiers.sequences import OpenedSequence
 
@@ -40,7 +41,8 @@ class Job:
     """Parts of blocks `numbers` [k] of the sequence, one behind the other in a piece of the ring.
 
     Once it has arrived, `errors` has None for each that is good, `codecs` ([k], kvtierd.core.stored_form) the form in
-    which it is there, and `places` ([k], `Place`) where it came from. `counted` are those that count as blocks of its
+    which it is there, `places` ([k], `Place`) where it came from, and `lossy` ([k]) whether that copy had been through
+    FP8. `counted` are those that count as blocks of its
     tenant on their way from nvme.
     """
 
@@ -50,6 +52,7 @@ class Job:
     size: int
     codecs: Codecs
     places: Codecs
+    lossy: npt.NDArray[np.bool_]
     counted: int = 0
     errors: list[StorageError | None] = dataclasses.field(default_factory=list)
     failure: BaseException | None = None
@@ -58,7 +61,7 @@ class Job:
 Fetch = Callable[[OpenedSequence, int, Job], Awaitable[list[StorageError | None]]]
 """Bring the parts of a job: sequence, layer, job."""
 
-Count = Callable[[OpenedSequence, Numbers], int]
+Count = Callable[[OpenedSequence, Numbers, Fidelity], int]
 """How many of these blocks of a sequence would be read from nvme now."""
 
 
@@ -106,8 +109,9 @@ class Stream:
         in_nvme: Count,
         fetch: Fetch,
         tasks: set[asyncio.Task[None]],
+        fidelity: Fidelity = Fidelity.ANY,
     ) -> None:
-        self.sequence, self.layer = sequence, layer
+        self.sequence, self.layer, self.fidelity = sequence, layer, fidelity
         self.part_bytes = sequence.entry.geometry.layer_stride
         self._ring, self._depth, self._fetch, self._tasks = ring, depth, fetch, tasks
         self._line, self._in_nvme, self._tenant = line, in_nvme, sequence.entry.tenant
@@ -142,7 +146,7 @@ class Stream:
         """Begin what there is free room for, as long as fewer jobs are on their way."""
         while self._todo and len(self._flying) < jobs:
             numbers = self._todo[0]
-            counted = self._in_nvme(self.sequence, numbers)
+            counted = self._in_nvme(self.sequence, numbers, self.fidelity)
             if not self._line.try_enter(self._tenant, counted):
                 return
             offset = self._ring.try_take(numbers.size * self.part_bytes)
@@ -242,7 +246,7 @@ class Stream:
     async def _next(self) -> None:
         """Begin the first of what is left, when its tenant may have it read and there is room for it."""
         numbers, size = self._todo[0], self._todo[0].size * self.part_bytes
-        counted = self._in_nvme(self.sequence, numbers)
+        counted = self._in_nvme(self.sequence, numbers, self.fidelity)
         await self._line.enter(self._tenant, counted)
         try:
             offset = await self._ring.take(size)
@@ -261,7 +265,9 @@ class Stream:
 
     def _launch(self, numbers: Numbers, offset: int, counted: int) -> None:
         plain = np.zeros(numbers.size, np.uint8)
-        job = Job(self, numbers, offset, numbers.size * self.part_bytes, plain, plain.copy(), counted)
+        job = Job(
+            self, numbers, offset, numbers.size * self.part_bytes, plain, plain.copy(), plain.astype(np.bool_), counted
+        )
         self._flying.add(job)
         task = asyncio.create_task(self._bring(job))
         self._tasks.add(task)

@@ -138,7 +138,7 @@ class TierManager:
         self._reshaper = Reshaper(self._room, self._onboarder, self._workers)
         self._shaping = Shaping(self.copies, self._reshaper)
         self._sequences = Sequences(settings, self.copies, self._demand, clock)
-        self._attention = Attention(settings, self.copies, self._sequences, store, self._workers, clock)
+        self._attention = Attention(settings, self._room, self._sequences, store, self._workers, clock)
         self._admin = Admin(self.copies, self._onboarder, self._write_behind, pinned_max(settings))
         self.expiry = Expiry(self.copies, clock, self._admin.forget, settings.kv_cache_config.ttl_s)
         self.operator = Operator(self.copies, self._admin, self.expiry)

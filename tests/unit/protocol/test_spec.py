@@ -154,6 +154,7 @@ def test_a_message_survives_the_wire_and_fields_that_it_does_not_know(kind: type
         "lengths": [17, 1 << 20],
         "dtype": "fp16",
         "output": "fp16",
+        "loss": "pressure",
         "scale": 0.125,
         "causal": False,
         "sinks": True,
