@@ -64,11 +64,11 @@ class PartFetcher:
             which = np.flatnonzero(places == place)
             if not which.size:
                 continue
-            # Some may have moved while others were brought; from here to where they are held nothing can.
-            same = places_of(self._copies, rows[which], fidelity) == place
-            for i in which[~same].tolist():
-                errors[i] = StorageError("the block has moved meanwhile")
-            which = which[same]
+            if which.size < rows.size:  # some may have moved while others were brought; until they are held none can
+                moved = places_of(self._copies, rows[which], fidelity) != place
+                for i in which[moved].tolist():
+                    errors[i] = StorageError("the block has moved meanwhile")
+                which = which[~moved]
             job.lossy[which] = lossy_at(self._copies, rows[which], places[which])
             if which.size:
                 busy = self._times.disk if place == Place.NVME else self._times.copy
