@@ -149,6 +149,10 @@ class Partial(Protocol):
 class AttentionDevice(Protocol):
     """Computes attention over the blocks that it can reach."""
 
+    def adopt(self, memory: Array) -> None:
+        """Blocks will lie in this host memory again and again: make it fast to reach. It stays until the end."""
+        ...
+
     def begin(self, query: Query) -> Partial:
         """Carry nothing yet."""
         ...

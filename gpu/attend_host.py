@@ -92,6 +92,9 @@ class HostAttention:
         self._scratch = threading.local()
         self._unit_ns = _FIRST_GUESS_NS / self.threads
 
+    def adopt(self, memory: Array) -> None:
+        """All host memory is alike."""
+
     def begin(self, query: Query) -> HostPartial:
         """Carry nothing yet."""
         return HostPartial(query)

@@ -5,92 +5,35 @@ None of this has run on a GPU yet: it is tested against a stand-in for the calls
 
 Every call names its GPU, because CUDA's current device is one per thread and a call on another one would make a context
 there, which costs that GPU's owner hundreds of MiB. Host memory is registered in pieces, so that no call holds up the
-driver and the process for long. A copy that crosses from one registered piece into the next is refused by CUDA,
-therefore copies are cut at their edges.
+driver and the process for long (`cuda_pins`).
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import itertools
+import importlib
 import logging
 import resource
 import threading
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvtierd.core.checksum import Bytes
-from kvtierd.core.errors import ExitCode, KvtierdError, StartupError
+from kvtierd.core.errors import ExitCode, StartupError
 from kvtierd.core.units import MIB, PAGE_BYTES, format_bytes
+from kvtierd.gpu.attend import Array, AttentionDevice
+from kvtierd.gpu.cuda_interface import CudaError, Runtime
+from kvtierd.gpu.cuda_pins import Piece, Pins
+
+if TYPE_CHECKING:
+    from kvtierd.gpu.attend_cuda import CudaAttention
 
 PIECE_BYTES = 64 * MIB
 """Host memory is registered so many bytes at a time: some 10 ms a call."""
 IPC_HANDLE_BYTES = 64
 _log = logging.getLogger(__name__)
-
-
-class CudaError(KvtierdError):
-    """A call of CUDA failed; the text has CUDA's name of the error and which call it was."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Allocation:
-    """Device memory: its address there, and the object (torch's tensor) that keeps it."""
-
-    pointer: int
-    owner: Any
-
-
-class Runtime(Protocol):
-    """The calls of CUDA that a device makes; each makes `gpu` the thread's current device first.
-
-    Each raises CudaError. `kvtierd.gpu.cuda_runtime` makes them with torch and CUDA's own bindings.
-    """
-
-    def device_count(self) -> int:
-        """GPUs that this process may see; makes a context on none."""
-        ...
-
-    def allocate(self, gpu: int, count: int) -> Allocation:
-        """`count` bytes of device memory in one allocation of its own."""
-        ...
-
-    def free(self, gpu: int, allocation: Allocation) -> None:
-        """Give the memory back to the GPU."""
-        ...
-
-    def new_stream(self, gpu: int) -> Any:
-        """A stream that does not wait for the default one."""
-        ...
-
-    def copy(self, gpu: int, target: int, source: int, count: int, stream: Any) -> None:
-        """Begin a copy between any two addresses, as it stands in the stream."""
-        ...
-
-    def wait(self, gpu: int, stream: Any) -> None:
-        """Return when what is in the stream now is done, without the GIL meanwhile."""
-        ...
-
-    def register(self, gpu: int, address: int, count: int) -> int:
-        """Pin host memory and map it; returns its address on the device."""
-        ...
-
-    def unregister(self, gpu: int, address: int) -> None:
-        """Undo `register`."""
-        ...
-
-    def export_handle(self, gpu: int, pointer: int) -> bytes:
-        """The IPC handle of the allocation at a device address."""
-        ...
-
-    def open_handle(self, gpu: int, handle: bytes) -> int:
-        """Map another process's allocation; returns its address here."""
-        ...
-
-    def close_handle(self, gpu: int, pointer: int) -> None:
-        """Undo `open_handle`."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,15 +48,6 @@ class SlotHandle:
     count: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Piece:
-    """Registered host memory: where it begins and ends, and where the device sees its begin."""
-
-    begin: int
-    end: int
-    pointer: int
-
-
 class CudaDevice:
     """One GPU's pool. Raises StartupError where there is no such GPU, or not so much memory.
 
@@ -123,7 +57,6 @@ class CudaDevice:
     def __init__(self, gpu: int, capacity_bytes: int, runtime: Runtime) -> None:
         self.name, self.gpu, self.capacity_bytes = f"cuda:{gpu}", gpu, capacity_bytes
         self.address = 0  # the CPU does not reach the pool
-        self._runtime = runtime
         count = runtime.device_count()
         if gpu >= count:
             there = f"there are {count}, cuda:0 to cuda:{count - 1}" if count else "there is none"
@@ -134,8 +67,11 @@ class CudaDevice:
             wanted = f"gpu.capacity: {format_bytes(capacity_bytes)} cannot be had on cuda:{gpu}"
             raise StartupError(ExitCode.CONFIG, f"{wanted}: {error}; lower it, or write 0") from error
         self.compute, self.to_device, self.to_host = (runtime.new_stream(gpu) for _ in range(3))
+        self.compute_address = self._pool.pointer  # one space of addresses: no host memory has these
+        self.runtime = runtime
         self._lock = threading.Lock()
-        self._pieces: list[_Piece] = []
+        self._pins = Pins()
+        self._attention: CudaAttention | None = None
         self._opened: dict[str, dict[bytes, int]] = {}
 
     @property
@@ -151,8 +87,7 @@ class CudaDevice:
     @property
     def pinned_bytes(self) -> int:
         """Bytes of host memory that are registered."""
-        with self._lock:
-            return sum(piece.end - piece.begin for piece in self._pieces)
+        return self._pins.total_bytes
 
     def copy_in(self, offset: int, source: Bytes) -> None:
         """Copy host bytes into the pool at `offset`. Raises ValueError beyond the pool, CudaError."""
@@ -185,40 +120,49 @@ class CudaDevice:
         for at in range(begin, end, PIECE_BYTES):
             after = min(at + PIECE_BYTES, end)
             try:
-                piece = _Piece(at, after, self._runtime.register(self.gpu, at, after - at))
+                self._pins.add(Piece(at, after, self.runtime.register(self.gpu, at, after - at)))
             except CudaError as error:
                 raise CudaError(_cannot_pin(memory.size, self.name, error)) from error
-            with self._lock:
-                bisect.insort(self._pieces, piece, key=lambda kept: kept.begin)
             yield after - begin
 
     def unregister_host(self, memory: Bytes) -> None:
         """Undo `register_host`, whatever of it was done; the memory may then be unmapped."""
         begin, end = memory.ctypes.data, memory.ctypes.data + memory.size
-        with self._lock:
-            gone = [piece for piece in self._pieces if begin <= piece.begin < end]
-            self._pieces = [piece for piece in self._pieces if not begin <= piece.begin < end]
-        for piece in gone:
-            self._runtime.unregister(self.gpu, piece.begin)
+        for piece in self._pins.take(begin, end):
+            self.runtime.unregister(self.gpu, piece.begin)
 
     def device_pointer(self, memory: Bytes) -> int:
         """Where kernels read registered host memory in place. ValueError where it is not all registered in a row."""
-        begin, end = memory.ctypes.data, memory.ctypes.data + memory.size
-        with self._lock:
-            pieces = self._within(begin, end)
-        reached, first = begin, pieces[0].pointer - pieces[0].begin if pieces else 0
-        for piece in pieces:
-            if piece.begin > reached or piece.pointer - piece.begin != first:
-                break
-            reached = piece.end
-        if reached < end:
-            raise ValueError(f"{memory.size} bytes at {begin:#x} are not mapped in one row on {self.name}")
-        return begin + first
+        where = np.array([memory.ctypes.data, memory.size], np.uint64)
+        found = int(self._pins.mapped(where[:1], where[1:])[0])
+        if not found:
+            raise ValueError(f"{memory.size} bytes at {where[0]:#x} are not mapped in one row on {self.name}")
+        return found
+
+    def mapped(self, addresses: Array, sizes: Array) -> Array:
+        """The same for many ranges, uint64 [n] of uint64 [n]; 0 for each that is not mapped."""
+        return self._pins.mapped(addresses, sizes)
+
+    def attention(self, on_host: AttentionDevice) -> AttentionDevice:
+        """CUDA kernels for blocks in the pool and in host memory; `on_host` has what there is no kernel for.
+
+        The kernels are loaded with the first call. Raises CudaError where there is no memory for them to work in.
+        """
+        if self._attention is None:
+            self._attention = importlib.import_module("kvtierd.gpu.attend_cuda").CudaAttention(self, on_host)
+        return self._attention
+
+    def begin_copy(self, there: int, memory: int, count: int, stream: Any, *, inwards: bool) -> None:
+        """Begin copying from host memory to the device (or back), cut where CUDA would refuse it. Raises CudaError."""
+        for at, after in self._pins.cut(memory, memory + count):
+            on_device = there + at - memory
+            target, source = (on_device, at) if inwards else (at, on_device)
+            self.runtime.copy(self.gpu, target, source, after - at, stream)
 
     def export_slot(self, offset: int, count: int) -> SlotHandle:
         """What another process needs to open a slot. Raises ValueError beyond the pool, CudaError."""
         self._check(offset, count)
-        return SlotHandle(self._runtime.export_handle(self.gpu, self._pool.pointer), offset, count)
+        return SlotHandle(self.runtime.export_handle(self.gpu, self._pool.pointer), offset, count)
 
     def open_handle(self, client: str, handle: bytes) -> int:
         """Map a client's allocation on this GPU, once however often it is named; `close_client` undoes it.
@@ -230,7 +174,7 @@ class CudaDevice:
         with self._lock:
             opened = self._opened.setdefault(client, {})
             if handle not in opened:
-                opened[handle] = self._runtime.open_handle(self.gpu, handle)
+                opened[handle] = self.runtime.open_handle(self.gpu, handle)
             return opened[handle]
 
     def has_client(self, client: str) -> bool:
@@ -247,43 +191,25 @@ class CudaDevice:
             opened = self._opened.pop(client, {})
         if opened:
             for stream in (self.compute, self.to_device, self.to_host):
-                self._runtime.wait(self.gpu, stream)
+                self.runtime.wait(self.gpu, stream)
         for pointer in opened.values():
-            self._runtime.close_handle(self.gpu, pointer)
+            self.runtime.close_handle(self.gpu, pointer)
         return len(opened)
 
     def close(self) -> None:
         """Unmap, unpin and free everything; nothing may use the device any more."""
         for client in list(self._opened):
             self.close_client(client)
-        with self._lock:
-            pieces, self._pieces = self._pieces, []
-        for piece in pieces:
-            self._runtime.unregister(self.gpu, piece.begin)
-        self._runtime.free(self.gpu, self._pool)
+        if self._attention is not None:
+            self._attention.close()
+        for piece in self._pins.take():
+            self.runtime.unregister(self.gpu, piece.begin)
+        self.runtime.free(self.gpu, self._pool)
 
     def _copy(self, offset: int, memory: Bytes, stream: Any, *, inwards: bool) -> None:
         self._check(offset, memory.size)
-        begin = memory.ctypes.data
-        for at, after in self._cut(begin, begin + memory.size):
-            there = self._pool.pointer + offset + at - begin
-            target, source = (there, at) if inwards else (at, there)
-            self._runtime.copy(self.gpu, target, source, after - at, stream)
-        self._runtime.wait(self.gpu, stream)
-
-    def _cut(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """The range cut at the edges of registered pieces."""
-        with self._lock:
-            pieces = self._within(begin, end)
-        edges = {edge for piece in pieces for edge in (piece.begin, piece.end) if begin < edge < end}
-        bounds = [begin, *sorted(edges), end]
-        return [(at, after) for at, after in itertools.pairwise(bounds) if after > at]
-
-    def _within(self, begin: int, end: int) -> list[_Piece]:
-        """Registered pieces that a range touches, in order. The lock is held."""
-        first = max(bisect.bisect_right(self._pieces, begin, key=lambda piece: piece.begin) - 1, 0)
-        last = bisect.bisect_left(self._pieces, end, key=lambda piece: piece.begin)
-        return [piece for piece in self._pieces[first:last] if piece.end > begin]
+        self.begin_copy(self._pool.pointer + offset, memory.ctypes.data, memory.size, stream, inwards=inwards)
+        self.runtime.wait(self.gpu, stream)
 
     def _check(self, offset: int, count: int) -> None:
         if not 0 <= offset <= offset + count <= self.capacity_bytes:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvtierd.core.errors import ExitCode, StartupError
-from kvtierd.gpu.cuda_device import Allocation, CudaError
+from kvtierd.gpu.cuda_interface import Allocation, CudaError, View
+
+if TYPE_CHECKING:
+    from kvtierd.gpu.kernels.registry import Kernel
 
 INSTALL = "pip install 'kvtierd[gpu]'"
 
@@ -26,6 +29,7 @@ class TorchRuntime:
         except ImportError as error:
             missing = f"gpu.device is {device!r}, which needs {error.name}: {INSTALL}"
             raise StartupError(ExitCode.NO_DEVICE, missing) from error
+        self._kernels: Any = None
         if not self._torch.cuda.is_available():
             raise StartupError(
                 ExitCode.NO_DEVICE, f"gpu.device is {device!r}, and torch sees no GPU (nvidia-smi says why); use host"
@@ -69,7 +73,33 @@ class TorchRuntime:
             try:
                 event.synchronize()
             except RuntimeError as error:
-                raise CudaError(f"a copy failed: {error}") from error
+                raise CudaError(f"what was in the stream failed: {error}") from error
+
+    def record(self, gpu: int, stream: Any) -> Any:
+        """A torch event; its being waited for by a caller is not meant."""
+        with self._current(gpu):
+            event = self._torch.cuda.Event()
+            event.record(stream)
+            return event
+
+    def follow(self, gpu: int, stream: Any, event: Any) -> None:
+        """`cudaStreamWaitEvent`."""
+        with self._current(gpu):
+            stream.wait_event(event)
+
+    def launch(self, gpu: int, kernel: Kernel, grid: tuple[int, ...], arguments: Sequence[Any], stream: Any) -> None:
+        """Numba's launch, in the context that torch made; the first one of a kernel compiles it."""
+        cuda = self._numba()
+        with self._current(gpu), cuda.gpus[gpu]:
+            arrays = [_on_device(cuda, argument) for argument in arguments]
+            try:
+                kernel.launch(grid, *arrays, stream=cuda.external_stream(stream.cuda_stream))
+            except cuda.cudadrv.error.CudaDriverError as error:
+                raise CudaError(f"{kernel.name}: {error}") from error
+
+    def multiprocessors(self, gpu: int) -> int:
+        """Of the device's properties."""
+        return int(self._torch.cuda.get_device_properties(gpu).multi_processor_count)
 
     def register(self, gpu: int, address: int, count: int) -> int:
         """`cudaHostRegister`, portable and mapped."""
@@ -100,6 +130,11 @@ class TorchRuntime:
         with self._current(gpu):
             self._call("cudaIpcCloseMemHandle", pointer)
 
+    def _numba(self) -> Any:
+        if self._kernels is None:
+            self._kernels = importlib.import_module("numba.cuda")
+        return self._kernels
+
     @contextlib.contextmanager
     def _current(self, gpu: int) -> Iterator[None]:
         with self._torch.cuda.device(gpu):
@@ -111,3 +146,22 @@ class TorchRuntime:
         if error != self._cuda.cudaError_t.cudaSuccess:
             raise CudaError(f"{name}: {error.name}")
         return results[0] if results else None
+
+
+def _on_device(cuda: Any, argument: Any) -> Any:
+    """A view as Numba's array of one dimension, anything else as it is."""
+    return cuda.as_cuda_array(_Seen(argument), sync=False) if isinstance(argument, View) else argument
+
+
+class _Seen:
+    """Device memory as CUDA's array interface says it, version 3."""
+
+    def __init__(self, view: View) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (view.count,),
+            "typestr": view.dtype,
+            "data": (view.pointer, False),
+            "strides": None,
+            "stream": None,
+            "version": 3,
+        }

@@ -10,18 +10,29 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from kvtierd.core.checksum import Bytes
+from kvtierd.gpu.attend import AttentionDevice
 
 
 class Device(Protocol):
     """Memory of the `gpu` tier on one device.
 
     `name` is `host` or `cuda:N`; `capacity_bytes` is the size of its pool; `address` is where the pool begins for the
-    processor's own loads, 0 where only copies reach it.
+    processor's own loads, 0 where only copies reach it; `compute_address` where it begins for what `attention` gives,
+    0 where that does not reach it. No host memory has addresses of a pool.
     """
 
     name: str
     capacity_bytes: int
     address: int
+    compute_address: int
+
+    def attention(self, on_host: AttentionDevice) -> AttentionDevice:
+        """What computes attention over blocks in the pool and in host memory; the same one each time.
+
+        `on_host` is the processors' own, for what this device leaves to them. Loads what it needs when it is called
+        first: not for the loop. Raises KvtierdError where that cannot be had.
+        """
+        ...
 
     def copy_in(self, offset: int, source: Bytes) -> None:
         """Copy host bytes into the pool at `offset`."""

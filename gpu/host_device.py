@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvtierd.core.checksum import Bytes
+from kvtierd.gpu.attend import AttentionDevice
 
 
 class HostDevice:
@@ -22,7 +23,11 @@ class HostDevice:
         self._map.madvise(mmap.MADV_DONTDUMP)
         self._map.madvise(mmap.MADV_HUGEPAGE)
         self._memory: Bytes = np.frombuffer(self._map, np.uint8)
-        self.address = int(self._memory.ctypes.data)
+        self.address = self.compute_address = int(self._memory.ctypes.data)
+
+    def attention(self, on_host: AttentionDevice) -> AttentionDevice:
+        """The processors compute here, too."""
+        return on_host
 
     def copy_in(self, offset: int, source: Bytes) -> None:
         """Copy host bytes into the pool at `offset`."""

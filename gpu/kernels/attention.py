@@ -15,7 +15,7 @@ import numpy as np
 from numba import cuda
 
 from kvtierd.gpu.attend import DTYPE_CODES, Array, Blocks
-from kvtierd.gpu.kernels.attention_common import LOAD_BYTES, NUMBERS, SIGNATURE, TILES, WIDTHS, shrink
+from kvtierd.gpu.kernels.attention_common import LOAD_BYTES, NO_SCALES, NUMBERS, SIGNATURE, TILES, WIDTHS, shrink
 from kvtierd.gpu.kernels.attention_mma import make_mma
 from kvtierd.gpu.kernels.attention_simt import make_simt
 from kvtierd.gpu.kernels.registry import Kernel, register
@@ -64,11 +64,17 @@ _CANONICAL = {
 }
 
 
+def has_kernels(k_dim: int, v_dim: int) -> bool:
+    """Whether blocks of these dims can be computed on. Kernels of any multiples of 16 could be made, but none that was
+    compiled and bounded beforehand."""
+    return (k_dim, v_dim) in {*DIMS, LATENT}
+
+
 def choose(dtype: str, k_dim: int, v_dim: int, group: int) -> Variant:
     """The variant for blocks of a dtype. Raises ValueError for dims that have none."""
     if dtype not in WIDTHS:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(WIDTHS)}")
-    if k_dim % 16 or v_dim % 16 or (k_dim, v_dim) not in {*DIMS, LATENT}:
+    if not has_kernels(k_dim, v_dim):
         raise ValueError(f"K and V dims {k_dim} and {v_dim} have no CUDA kernel; there are {(*DIMS, LATENT)}")
     if dtype == "fp32" or group < MMA_FROM_GROUP:
         rows = 1 if group == 1 or k_dim > 256 else 4 if group > 2 and dtype == "fp32" else 2
@@ -106,22 +112,27 @@ def kernel_for(variant: Variant) -> Kernel:
 def _merge(
     tops: Any, totals: Any, sums: Any, splits: int, v_dim: int, top: Any, total: Any, summed: Any
 ) -> None:  # one thread block a row
-    """Add splits [splits, rows] one after the other to a carried top and total [rows] and sums [rows, v_dim]."""
+    """Add splits [splits, rows] to a carried top and total [rows] and sums [rows, v_dim].
+
+    The common maximum is found first: then no addition waits for the one before, and loads are under way together.
+    """
     row, rows = cuda.blockIdx.x, cuda.gridDim.x
     old_top, old_total = top[row], total[row]
     cuda.syncthreads()  # all have read them before the first thread writes
-    best, whole = old_top, old_total
+    best = old_top
+    for split in range(splits):
+        best = max(best, tops[split * rows + row])
+    ours = shrink(old_top, best)
     for i in range(cuda.threadIdx.x, v_dim, cuda.blockDim.x):
-        best, whole, value = old_top, old_total, summed[row * v_dim + i]
+        value = summed[row * v_dim + i] * ours
         for split in range(splits):
             at = split * rows + row
-            new = max(best, tops[at])
-            ours, theirs = shrink(best, new), shrink(tops[at], new)
-            best = new
-            whole = whole * ours + totals[at] * theirs
-            value = value * ours + sums[at * v_dim + i] * theirs
+            value += sums[at * v_dim + i] * shrink(tops[at], best)
         summed[row * v_dim + i] = value
     if cuda.threadIdx.x == 0:
+        whole = old_total * ours
+        for split in range(splits):
+            whole += totals[split * rows + row] * shrink(tops[split * rows + row], best)
         top[row], total[row] = best, whole
 
 
@@ -152,14 +163,26 @@ ALL = tuple(
 )
 
 
-def run_splits(
-    variant: Variant, memory: Any, base: int, q: Any, blocks: Blocks, numbers: Array, cap: float, blocks_a_split: int,
-    *, threads: int = THREADS, place: Any = np.ascontiguousarray, stream: Any = 0,
-) -> tuple[Any, Any, Any, int]:  # fmt: skip
-    """Launch over blocks of the variant's dtype; returns tops, totals, sums and how many splits they have.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launch:
+    """A launch over blocks: its `columns` in the order of `SIGNATURE` (offsets to numbers), and what it fills in."""
 
-    memory: uint8 array on the device whose first byte has address `base`. q: float32 [heads * queries * group * k_dim]
-    on the device. numbers: int64 [NUMBERS]. `place` puts an array on the device (`cuda.to_device`).
+    variant: Variant
+    grid: tuple[int, int, int]
+    columns: tuple[Array, ...]
+    splits: int
+    rows: int
+
+    @property
+    def sums(self) -> int:
+        """Elements of its sums; of tops and totals each there are splits * rows."""
+        return self.splits * self.rows * self.variant.v_dim
+
+
+def describe(variant: Variant, base: int, blocks: Blocks, numbers: Array, blocks_a_split: int) -> Launch:
+    """A launch over blocks of the variant's dtype, whose addresses are those that the device sees.
+
+    `base` is the address of the first byte of the kernel's `memory`. numbers: int64 [NUMBERS]; TILES is filled in.
     Raises ValueError for blocks of another dtype, and for blocks that do not lie on multiples of 16 bytes.
     """
     if (blocks.dtypes != DTYPE_CODES[variant.dtype]).any():
@@ -168,22 +191,53 @@ def run_splits(
         raise ValueError(f"numbers have shape {numbers.shape}; ({NUMBERS},) is wanted")
     heads, group, queries = (int(number) for number in numbers[:3])
     bounds = np.append(np.arange(0, len(blocks), blocks_a_split), len(blocks)).astype(np.int64)
-    splits, rows = bounds.size - 1, heads * group * queries
     offsets = (blocks.addresses - np.uint64(base)).view(np.int64)
-    if (offsets % LOAD_BYTES).any():
+    if (blocks.addresses % np.uint64(LOAD_BYTES)).any():
         raise ValueError(f"a block does not lie on a multiple of {LOAD_BYTES} bytes")
-    scales = np.where(blocks.scales == 0, np.int64(-1), (blocks.scales - np.uint64(base)).view(np.int64))
-    tiles = -(-group // variant.rows)
+    scales = np.where(blocks.scales == 0, NO_SCALES, (blocks.scales - np.uint64(base)).view(np.int64))
     described = numbers.copy()
-    described[TILES] = tiles
-    tops, totals = (place(np.empty(splits * rows, np.float32)) for _ in range(2))
-    sums = place(np.empty(splits * rows * variant.v_dim, np.float32))
-    grid = (splits, heads * queries * tiles, variant.v_dim // variant.part)
-    columns = [place(array) for array in (offsets, scales, blocks.positions, blocks.tokens, bounds, described)]
-    kernel_for(variant).launch(
-        grid, memory, q, *columns, np.float32(cap), tops, totals, sums, threads=threads, stream=stream
+    described[TILES] = tiles = tiles_of(variant, group)
+    return Launch(
+        variant=variant,
+        grid=(bounds.size - 1, heads * queries * tiles, variant.v_dim // variant.part),
+        columns=(offsets, scales, blocks.positions, blocks.tokens, bounds, described),
+        splits=bounds.size - 1,
+        rows=heads * group * queries,
     )
-    return tops, totals, sums, splits
 
 
-__all__ = ["ALL", "MERGE", "Variant", "choose", "kernel_for", "run_splits"]
+def tiles_of(variant: Variant, group: int) -> int:
+    """Thread blocks that share the query heads of a KV head at one position."""
+    return -(-group // variant.rows)
+
+
+def run_splits(
+    variant: Variant, memory: Any, base: int, q: Any, blocks: Blocks, numbers: Array, cap: float, blocks_a_split: int,
+    *, threads: int = THREADS, place: Any = np.ascontiguousarray, stream: Any = 0,
+) -> tuple[Any, Any, Any, int]:  # fmt: skip
+    """`describe` and launch; returns tops, totals, sums and how many splits they have. For tests and times.
+
+    memory: uint8 array on the device whose first byte has address `base`. q: float32 [heads * queries * group * k_dim]
+    on the device. `place` puts an array on the device (`cuda.to_device`).
+    """
+    launch = describe(variant, base, blocks, numbers, blocks_a_split)
+    tops, totals = (place(np.empty(launch.splits * launch.rows, np.float32)) for _ in range(2))
+    sums = place(np.empty(launch.sums, np.float32))
+    columns = [place(array) for array in launch.columns]
+    arguments = (memory, q, *columns, np.float32(cap), tops, totals, sums)
+    kernel_for(variant).launch(launch.grid, *arguments, threads=threads, stream=stream)
+    return tops, totals, sums, launch.splits
+
+
+__all__ = [
+    "ALL",
+    "MERGE",
+    "Launch",
+    "Variant",
+    "choose",
+    "describe",
+    "has_kernels",
+    "kernel_for",
+    "run_splits",
+    "tiles_of",
+]

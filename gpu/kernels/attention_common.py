@@ -30,13 +30,15 @@ SIGNATURE = (
     "void(uint8[::1], float32[::1], int64[::1], int64[::1], int64[::1], int32[::1], int64[::1], int64[::1], float32, "
     "float32[::1], float32[::1], float32[::1])"
 )
-"""memory, q [heads, queries * group, k_dim] scaled to log2, offsets of blocks, offsets of their scales (-1: none),
-positions, tokens, splits [n + 1], numbers, soft cap times log2(e) (0: none), and what is filled in: tops and totals
-[splits, heads * queries * group], sums [splits, heads * queries * group, v_dim]."""
+"""memory, q [heads, queries * group, k_dim] scaled to log2, offsets of blocks, offsets of their scales (NO_SCALES
+where there are none), positions, tokens, splits [n + 1], numbers, soft cap times log2(e) (0: none), and what is filled
+in: tops and totals [splits, heads * queries * group], sums [splits, heads * queries * group, v_dim]."""
 
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1}
 LOAD_BYTES = 16
 NO_SCORE = np.float32(-np.inf)
+NO_SCALES = np.int64(-(1 << 63))
+"""Stands for scales that a block does not have. Any other offset may be one: host memory can lie below the pool."""
 ZERO, ONE = np.float32(0), np.float32(1)
 
 
@@ -108,7 +110,7 @@ def seen_to(position: int, first: int, count: int) -> int:
 @p.device_function
 def scale_at(memory: Any, offset: int, index: int) -> Any:
     """A scale of a block; 1 where it has none."""
-    return p.float_of(p.load_word(memory, offset + 4 * index)) if offset >= 0 else ONE
+    return p.float_of(p.load_word(memory, offset + 4 * index)) if offset != NO_SCALES else ONE
 
 
 @p.device_function

@@ -51,8 +51,22 @@ def shared_bytes(count: int) -> Bytes:
     return kept.setdefault(line, np.full(count, 0xA5, np.uint8))  # on a device it holds whatever lay there
 
 
+class Everywhere:
+    """An array on a device whose offsets lead anywhere that the device can read, also to before its first byte.
+
+    `find(address, count)` gives the memory at an address of the device, or raises IndexError where it can read none.
+    """
+
+    def __init__(self, base: int, find: Callable[[int, int], Bytes]) -> None:
+        self.base, self.find = base, find
+
+
 def _span(array: Any, byte: int, size: int) -> Bytes:
     """View of `size` bytes; IndexError where they are not all in the array, or not aligned."""
+    if isinstance(array, Everywhere):
+        if (array.base + int(byte)) % size:
+            raise IndexError(f"{size} bytes at {array.base + int(byte):#x}: the address is no multiple of the size")
+        return array.find(array.base + int(byte), size)
     item = getattr(array, "_item", array)
     plain: npt.NDArray[Any] = getattr(item, "_ary", item)
     whole = plain.reshape(-1).view(np.uint8)

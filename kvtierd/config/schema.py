@@ -77,7 +77,7 @@ class Gpu(_Section, frozen=True, kw_only=True):
     """`auto` or `host`: ordinary memory. `cuda:N`: that GPU, and exit code 69 where there is none; it has been tested
     against a stand-in for CUDA only, and not yet on a GPU."""
     capacity: Annotated[int, Meta(ge=0, le=POOL_MAX_BYTES, extra=_BYTES)] = 256 * MIB
-    """Bytes of the pool; 0 switches the tier off."""
+    """Bytes of the pool; 0 switches the tier off. On a GPU, attention takes some 70 MiB beside it."""
 
 
 class Host(_Section, frozen=True, kw_only=True):

@@ -195,7 +195,11 @@ class Attention:
         if self._device_made is None:
             host = load("kvtierd.gpu.attend_host")
             limit = host.thread_limit()
-            self._device_made = host.HostAttention(min(self._threads or limit, limit))
+            made: AttentionDevice = host.HostAttention(min(self._threads or limit, limit))
+            if (gpu := self._copies.gpu) is not None:
+                made = gpu.device.attention(made)
+            made.adopt(self.ring.memory)
+            self._device_made = made
 
     async def run(self, piece: Callable[[], T], work: int = 0) -> T:
         """Run a piece of work when it is its turn to compute (kvtierd.tiers.attend_turns)."""

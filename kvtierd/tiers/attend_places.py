@@ -36,7 +36,7 @@ class Place(enum.IntEnum):
     SCATTERED = 2
     """In host, in extents of other sizes."""
     GPU_ONLY = 3
-    """In a gpu slot that the processor cannot read."""
+    """In a gpu slot that what computes cannot read."""
     NVME = 4
     NOWHERE = 5
     COMPRESSED = 6
@@ -78,7 +78,7 @@ def _places(copies: Copies, rows: Rows, unwanted: Codecs) -> Codecs:
     found[(table.segment[rows] >= 0) & ((unwanted & TIER_NVME) == 0)] = Place.NVME
     in_gpu = (table.gpu_slot[rows] >= 0) & ((unwanted & TIER_GPU) == 0)
     host = (unwanted & TIER_HOST) == 0
-    reachable = copies.gpu is not None and copies.gpu.device.address != 0
+    reachable = copies.gpu is not None and copies.gpu.device.compute_address != 0
     if not reachable:
         found[in_gpu] = Place.GPU_ONLY
     found[copies.shapes.scattered(rows) & host] = Place.SCATTERED
@@ -110,9 +110,9 @@ def host_addresses(host: HostTier, cls: SlotClass, slots: Slots) -> Addresses:
 
 
 def gpu_addresses(gpu: GpuTier, cls: SlotClass, slots: Slots) -> Addresses:
-    """Addresses of gpu slots of a class, [n], on a device whose memory the processor can read."""
+    """Addresses of gpu slots of a class, [n], for what computes attention on their device."""
     begins = gpu.pool.slabs_of(slots).astype(np.uint64) * np.uint64(gpu.pool.slab_bytes)
-    return begins + gpu.pool.offsets(cls, slots).astype(np.uint64) + np.uint64(gpu.device.address)
+    return begins + gpu.pool.offsets(cls, slots).astype(np.uint64) + np.uint64(gpu.device.compute_address)
 
 
 class LayerForm:

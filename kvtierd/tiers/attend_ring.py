@@ -32,12 +32,17 @@ class StagingRing:
         self._serving = False
         self._waiters: collections.deque[tuple[int, asyncio.Future[int]]] = collections.deque()
 
-    def view(self, offset: int, size: int) -> Bytes:
-        """Memory of a piece, [size] uint8."""
+    @property
+    def memory(self) -> Bytes:
+        """All of it, [size_bytes] uint8."""
         if self._memory is None:
             self._memory = huge_buffer(self.size_bytes)
             self._begin = int(self._memory.ctypes.data)
-        return self._memory[offset : offset + size]
+        return self._memory
+
+    def view(self, offset: int, size: int) -> Bytes:
+        """Memory of a piece, [size] uint8."""
+        return self.memory[offset : offset + size]
 
     def address(self, offset: int) -> int:
         """Where a piece begins."""

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# On a machine with a GPU, in under 6 minutes: what the simulator checks of the kernels, on the device, then a table of
-# times. Needs `make install`, torch (`pip install 'kvtierd[gpu]'`) and a driver; exit code 69 where there is none.
-# None of this has run on a GPU yet. The twins' own tests stay with the simulator: a device raises no IndexError.
+# On a machine with a GPU, in under 6 minutes: what the simulator checks of the kernels and of Attend over all tiers, on
+# the device, then a table of times, for which Attend's answers are checked once more. Needs `make install`, torch
+# (`pip install 'kvtierd[gpu]'`) and a driver; exit code 69 where there is none. None of this has run on a GPU yet.
+# The twins' own tests stay with the simulator: a device raises no IndexError.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-.venv/bin/python}

@@ -6,6 +6,7 @@
 |---|---|
 | codec, bf16 to FP8 and back, 64 blocks of 4 MiB | a device copy of the bf16 bytes (read and written, counted once) |
 | attention, 1 query, 32 heads over 8, dim 128, 64k tokens, bf16 and FP8 | the same copy, and torch's SDPA |
+| Attend through the tiers, blocks in gpu, host, nvme and all three, each answer checked | a device or a pinned copy |
 | the pool's copies in and out of pinned memory, 256 MiB | torch's own pinned copies |
 """
 
@@ -29,6 +30,7 @@ from kvtierd.gpu.cuda_runtime import TorchRuntime
 from kvtierd.gpu.kernels import codec
 from kvtierd.gpu.kernels.attention import choose, run_splits
 from kvtierd.gpu.kernels.attention_common import NUMBERS
+from tests.gpu import attend_times
 
 SHAPE = Geometry(block_size=128, layers=8, kv_heads=8, k_dim=128, v_dim=128)
 BLOCKS, TOKENS, HEADS, ROUNDS = 64, 65_536, 32, 20
@@ -140,5 +142,21 @@ def copy_rows() -> list[Row]:
     ]
 
 
+def attend_rows() -> list[Row]:
+    """Whole calls of Attend; a wrong answer is an AssertionError."""
+    blocks = 256
+    count = blocks * attend_times.SHAPE.layer_bytes
+    there, other = (torch.empty(count, dtype=torch.uint8, device="cuda") for _ in range(2))
+    pinned = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+    on_device, over_bus = seconds(lambda: other.copy_(there)), seconds(lambda: there.copy_(pinned))
+    found = []
+    for place, took in attend_times.attend_seconds("cuda:0", blocks).items():
+        reference = on_device if place == "gpu" else over_bus
+        name = "a device copy of as many bytes" if place == "gpu" else "a pinned copy of as many bytes"
+        found.append(row(f"Attend, blocks in {place}", count, took, reference, name))
+    return found
+
+
 if __name__ == "__main__":
-    sys.stdout.write(as_table([*codec_rows(), *attention_rows(), *copy_rows()]) + "\n")
+    rows = [*codec_rows(), *attention_rows(), *attend_rows(), *copy_rows()]
+    sys.stdout.write(as_table(rows) + "\n")

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from kvtierd.core.checksum import Bytes
-from kvtierd.gpu.cuda_device import IPC_HANDLE_BYTES, Allocation, CudaError
+from kvtierd.gpu.cuda_device import IPC_HANDLE_BYTES
+from kvtierd.gpu.cuda_interface import Allocation, CudaError
+
+SHIFT = 1 << 44
+"""The device sees registered host memory so many bytes further on."""
+
+
+def memory_at(address: int, count: int) -> Bytes:
+    """Memory of this process, whoever has it."""
+    return np.frombuffer((ctypes.c_uint8 * count).from_address(address), np.uint8)
 
 
 class FakeRuntime:
@@ -20,7 +31,7 @@ class FakeRuntime:
         self.opened: list[int] = []
         self.waits = 0
         self.freed = 0
-        self._pools: dict[int, Bytes] = {}
+        self.pools: dict[int, Bytes] = {}
         self._host: list[Bytes] = []
 
     def knows(self, memory: Bytes) -> Bytes:
@@ -36,12 +47,12 @@ class FakeRuntime:
         if count > self.memory_bytes:
             raise CudaError("CUDA out of memory")
         pool = np.zeros(count, np.uint8)
-        self._pools[pool.ctypes.data] = pool
+        self.pools[pool.ctypes.data] = pool
         return Allocation(pool.ctypes.data, pool)
 
     def free(self, gpu: int, allocation: Allocation) -> None:
         self.touched.add(gpu)
-        del self._pools[allocation.pointer]
+        del self.pools[allocation.pointer]
         self.freed += 1
 
     def new_stream(self, gpu: int) -> Any:
@@ -60,12 +71,29 @@ class FakeRuntime:
         assert stream is not None
         self.waits += 1
 
+    def record(self, gpu: int, stream: Any) -> Any:
+        self.touched.add(gpu)
+        return stream
+
+    def follow(self, gpu: int, stream: Any, event: Any) -> None:
+        self.touched.add(gpu)
+        assert stream is not None
+        assert event is not None
+
+    def launch(self, gpu: int, kernel: Any, grid: Sequence[int], arguments: Sequence[Any], stream: Any) -> None:
+        self.touched.add(gpu)
+        raise CudaError(f"{kernel.name} on {grid}, {len(arguments)} arguments, {stream}: nothing computes here")
+
+    def multiprocessors(self, gpu: int) -> int:
+        self.touched.add(gpu)
+        return 4
+
     def register(self, gpu: int, address: int, count: int) -> int:
         self.touched.add(gpu)
         if sum(self.registered.values()) + count > self.pinnable_bytes:
             raise CudaError("cudaHostRegister: cudaErrorMemoryAllocation")
         self.registered[address] = count
-        return address + (1 << 44)
+        return address + SHIFT
 
     def unregister(self, gpu: int, address: int) -> None:
         self.touched.add(gpu)
@@ -94,8 +122,10 @@ class FakeRuntime:
                 raise CudaError("cudaMemcpyAsync: cudaErrorInvalidValue")
 
     def _bytes(self, address: int, count: int) -> Bytes:
-        for memory in (*self._pools.values(), *self._host):
+        for memory in (*self.pools.values(), *self._host):
             begin = address - memory.ctypes.data
             if begin >= 0 and begin + count <= memory.size:
                 return memory[begin : begin + count]
+        if any(begin <= address and address + count <= begin + size for begin, size in self.registered.items()):
+            return memory_at(address, count)
         raise CudaError("cudaMemcpyAsync: cudaErrorIllegalAddress")

@@ -12,10 +12,15 @@ import pytest
 from kvtierd.config.schema import Gpu
 from kvtierd.core.checksum import Bytes
 from kvtierd.core.errors import ExitCode, StartupError
+from kvtierd.core.geometry import Geometry
 from kvtierd.core.units import PAGE_BYTES
 from kvtierd.gpu import cuda_device, open_device
-from kvtierd.gpu.cuda_device import IPC_HANDLE_BYTES, CudaDevice, CudaError
-from tests.unit.gpu.fake_cuda import FakeRuntime
+from kvtierd.gpu.attend import Blocks, checked_query
+from kvtierd.gpu.attend_host import HostAttention
+from kvtierd.gpu.cuda_device import IPC_HANDLE_BYTES, CudaDevice
+from kvtierd.gpu.cuda_interface import CudaError
+from kvtierd.gpu.host_device import HostDevice
+from tests.unit.gpu.fake_cuda import SHIFT, FakeRuntime
 
 POOL = 1 << 20
 
@@ -155,3 +160,47 @@ def test_importing_the_device_loads_neither_torch_nor_cuda() -> None:
     code = "import sys, kvtierd.gpu; print(sorted({'torch', 'cuda', 'numba.cuda'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_ranges_of_host_memory_are_found_where_the_device_sees_them_in_a_row(
+    runtime: FakeRuntime, device: CudaDevice
+) -> None:
+    memory = host_memory(runtime, 8)
+    device.register_host(memory[: 3 * PAGE_BYTES])  # two pieces in a row
+    device.register_host(memory[5 * PAGE_BYTES : 6 * PAGE_BYTES])
+    begin = memory.ctypes.data
+    offsets = np.array([0, PAGE_BYTES, 2 * PAGE_BYTES, 5 * PAGE_BYTES, 5 * PAGE_BYTES + 1, 3 * PAGE_BYTES], np.uint64)
+    sizes = np.array([3 * PAGE_BYTES, 2 * PAGE_BYTES, PAGE_BYTES + 1, PAGE_BYTES, PAGE_BYTES, 1], np.uint64)
+    found = device.mapped(offsets + np.uint64(begin), sizes)
+    wanted = [begin + SHIFT, begin + SHIFT + PAGE_BYTES, 0, begin + SHIFT + 5 * PAGE_BYTES, 0, 0]
+    assert found.tolist() == wanted
+    assert device.mapped(np.array([begin - 1], np.uint64), np.array([1], np.uint64)).tolist() == [0]
+    device.unregister_host(memory)
+    assert device.mapped(offsets + np.uint64(begin), sizes).tolist() == [0] * 6
+
+
+def test_what_computes_reaches_the_pool_and_the_processor_does_not(device: CudaDevice) -> None:
+    assert (device.address, device.compute_address) == (0, device.pointer)
+
+
+def test_on_a_machine_of_processors_these_compute() -> None:
+    device, on_host = HostDevice(PAGE_BYTES), HostAttention(1)
+    assert device.attention(on_host) is on_host
+    assert device.compute_address == device.address != 0
+    device.close()
+
+
+def test_what_computes_is_made_once_and_gives_its_memory_back(runtime: FakeRuntime, device: CudaDevice) -> None:
+    runtime.memory_bytes = 1 << 26
+    attention = device.attention(HostAttention(1))
+    assert device.attention(HostAttention(1)) is attention
+    memory = host_memory(runtime, 2)
+    attention.adopt(memory)
+    assert device.pinned_bytes == memory.size
+    shape = Geometry(block_size=16, layers=1, kv_heads=1, k_dim=64, v_dim=64)
+    partial = attention.begin(checked_query(np.ones((1, 1, 64), np.float32), shape, layer=0, length=16, available=16))
+    blocks = Blocks.make([device.pointer], tokens=16, positions=0)
+    with pytest.raises(CudaError, match="nothing computes here"):
+        attention.compute(partial, blocks, 0, 1)
+    device.close()
+    assert (runtime.pools, runtime.registered) == ({}, {})

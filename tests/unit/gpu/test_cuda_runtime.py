@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtierd.core.errors import ExitCode, StartupError
-from kvtierd.gpu.cuda_device import CudaError
+from kvtierd.gpu.cuda_interface import CudaError, View
 from kvtierd.gpu.cuda_runtime import TorchRuntime
 
 _ERRORS = SimpleNamespace(cudaSuccess=SimpleNamespace(name="cudaSuccess"))
@@ -104,3 +104,39 @@ def test_a_machine_without_a_gpu_or_without_torch_is_told_so(monkeypatch: pytest
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(StartupError, match=r"which needs torch: pip install 'kvtierd\[gpu\]'"):
         TorchRuntime("cuda:0")
+
+
+def test_a_kernel_gets_views_as_arrays_on_the_stream_and_the_gpu_of_the_device(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class DriverError(Exception):
+        pass
+
+    gpus = [contextlib.nullcontext(), calls.device(1)]
+    numba = SimpleNamespace(
+        gpus=gpus,
+        external_stream=lambda pointer: ("stream", pointer),
+        as_cuda_array=lambda seen, sync: (seen.__cuda_array_interface__, sync),
+        cudadrv=SimpleNamespace(error=SimpleNamespace(CudaDriverError=DriverError)),
+    )
+    modules = {"torch": calls.torch(), "cuda.bindings.runtime": calls.bindings(), "numba.cuda": numba}
+    monkeypatch.setattr(importlib, "import_module", modules.__getitem__)
+    launched: list[Any] = []
+    kernel: Any = SimpleNamespace(
+        name="k", launch=lambda *given, stream: launched.append((calls.current, given, stream))
+    )
+    runtime = TorchRuntime("cuda:1")
+    runtime.launch(1, kernel, (2, 3), (View(4096, 5, "<f4"), 7), SimpleNamespace(cuda_stream=99))
+    ((current, given, stream),) = launched
+    assert (current, stream, given[0], given[2]) == (1, ("stream", 99), (2, 3), 7)
+    interface, sync = given[1]
+    assert (interface["data"], interface["shape"], interface["typestr"]) == ((4096, False), (5,), "<f4")
+    assert not sync
+
+    def fail(*_given: Any, stream: Any) -> None:
+        raise DriverError(f"CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES on {stream}")
+
+    gpus[1] = contextlib.nullcontext()
+    kernel.launch = fail
+    with pytest.raises(CudaError, match="k: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"):
+        runtime.launch(1, kernel, (2, 3), (), SimpleNamespace(cuda_stream=99))

@@ -316,12 +316,12 @@ def test_blocks_that_lie_in_other_extents_are_gathered_part_by_part():
     run(scenario, random_kv(shape, 4), capacity=8 << 20)
 
 
-def test_a_gpu_that_the_processor_cannot_read_is_copied_from():
+def test_a_gpu_that_what_computes_cannot_read_is_copied_from():
     store = MemoryStore()
 
     async def scenario(made):
         await made.place(["gpu"] * BLOCKS)
-        made.rig.manager.copies.gpu.device.address = 0
+        made.rig.manager.copies.gpu.device.compute_address = 0
         await check(made, await made.open(), queries(), 2)
         assert store.layer_reads == 0, "it was read from disk instead"
 
