@@ -167,7 +167,7 @@ class AttentionDevice(Protocol):
 
     def compute(self, partial: Any, blocks: Blocks, begin: int, end: int) -> bool:
         """Add blocks begin..end to what is carried; holds the caller's thread and not the GIL. False where it was
-        stopped, and the partial is void."""
+        stopped, and the partial is void. Raises DeviceError (kvtierd.gpu.device), and the partial is void."""
         ...
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -28,11 +27,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvtierd.core.units import MIB, align_up
-from kvtierd.gpu.attend import DTYPE_CODES, Array, AttentionDevice, Blocks, Query, to_fp32
+from kvtierd.gpu.attend import DTYPE_CODES, Array, AttentionDevice, Blocks, Query
 from kvtierd.gpu.cuda_interface import CudaError, View
+from kvtierd.gpu.cuda_partial import CudaPartial, Pass, Queries
 from kvtierd.gpu.cuda_scratch import ALIGNMENT, Mirror, Room
 from kvtierd.gpu.kernels.attention import MERGE, Variant, choose, describe, has_kernels, kernel_for, tiles_of
-from kvtierd.gpu.kernels.attention_common import NUMBERS, Q_EXPONENT, WIDTHS
+from kvtierd.gpu.kernels.attention_common import Q_EXPONENT, WIDTHS
 
 if TYPE_CHECKING:
     from kvtierd.gpu.cuda_device import CudaDevice
@@ -52,42 +52,7 @@ _FORGET = 1.02
 """By how much the measured pace ages with each that is slower."""
 _LEARN_NS = 1_000_000
 """Shorter pieces say more of the start of a kernel than of its pace."""
-_Q_MAX_EXPONENT = 8
-"""Largest query element on tensor cores is brought under two to this, so that its lower half is a normal fp16."""
 _NAMES = {code: name for name, code in DTYPE_CODES.items()}
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Pass:
-    """Queries that go over the blocks together: of the CPU's carried state `state`, and what kernels are told."""
-
-    state: Any
-    numbers: Array
-    q: Array
-    exponent: int
-    finite: bool
-
-    @property
-    def rows(self) -> int:
-        """Query vectors."""
-        return int(self.state.top.size)
-
-
-class CudaPartial:
-    """An answer in the making. Not to be added to by two threads at once."""
-
-    def __init__(self, query: Query, on_host: Any) -> None:
-        self.query, self.on_host = query, on_host
-        self.passes: list[_Pass] = []
-        first = 0
-        for state in on_host.passes:
-            self.passes.append(_make_pass(query, state, first))
-            first += int(state.shape.queries)
-
-    def result(self, dtype: str = "fp32") -> tuple[Array, Array]:
-        """As `Partial.result`."""
-        found: tuple[Array, Array] = self.on_host.result(dtype)
-        return found
 
 
 class CudaAttention:
@@ -153,7 +118,7 @@ class CudaAttention:
     def _compute(self, partial: CudaPartial, some: Blocks) -> None:
         device, runtime = self._device, self._runtime
         carried = [self._mirror.put((p.state.top, p.state.total, p.state.sums), device.compute) for p in partial.passes]
-        queries = _Queries(self._mirror, device.compute, partial.passes)
+        queries = Queries(self._mirror, device.compute, partial.passes)
         sizes = _part_bytes(partial.query, some)
         where = self._where(partial.query, some, sizes)
         there = np.flatnonzero(where)
@@ -178,7 +143,7 @@ class CudaAttention:
         return found
 
     def _copied(
-        self, partial: CudaPartial, blocks: Blocks, sizes: Array, which: Array, queries: _Queries, carried: list[Any]
+        self, partial: CudaPartial, blocks: Blocks, sizes: Array, which: Array, queries: Queries, carried: list[Any]
     ) -> None:
         """Copy blocks into the two buffers in turn, and compute what is in one while the other is filled."""
         if not which.size:
@@ -201,7 +166,7 @@ class CudaAttention:
             self._launch_all(partial, _moved(blocks.take(batch), begins.astype(np.uint64)), queries, carried)
             free[side] = runtime.record(gpu, device.compute)
 
-    def _launch_all(self, partial: CudaPartial, blocks: Blocks, queries: _Queries, carried: list[Any]) -> None:
+    def _launch_all(self, partial: CudaPartial, blocks: Blocks, queries: Queries, carried: list[Any]) -> None:
         """Add blocks at addresses of the device to what is carried: dtype by dtype, pass by pass."""
         for code in np.unique(blocks.dtypes).tolist():
             mine = blocks.take(blocks.dtypes == code)
@@ -209,7 +174,7 @@ class CudaAttention:
                 self._launch(partial, number, mine, code, queries, carried[number])
 
     def _launch(
-        self, partial: CudaPartial, number: int, blocks: Blocks, code: int, queries: _Queries, carried: Sequence[View]
+        self, partial: CudaPartial, number: int, blocks: Blocks, code: int, queries: Queries, carried: Sequence[View]
     ) -> None:
         device, part = self._device, partial.passes[number]
         variant = _variant(partial.query, code, finite=part.finite)
@@ -237,7 +202,7 @@ class CudaAttention:
             View(begin + 2 * state_bytes, sums, "<f4"),
         )
 
-    def _blocks_a_split(self, variant: Variant, part: _Pass, count: int) -> int:
+    def _blocks_a_split(self, variant: Variant, part: Pass, count: int) -> int:
         """As many splits as keep the GPU busy, and as there is room for what they leave."""
         shape = part.state.shape
         beside = int(shape.heads * shape.queries) * tiles_of(variant, int(shape.group))
@@ -278,38 +243,6 @@ class CudaAttention:
         for stream in (self._device.to_device, self._device.compute):
             with contextlib.suppress(CudaError):  # the first error is the one that is told
                 self._runtime.wait(self._device.gpu, stream)
-
-
-class _Queries:
-    """Query vectors on the device: brought there when a launch wants them, once for each form of kernel."""
-
-    def __init__(self, mirror: Mirror, stream: Any, passes: list[_Pass]) -> None:
-        self._mirror, self._stream, self._passes = mirror, stream, passes
-        self._there: dict[tuple[int, bool], View] = {}
-
-    def of(self, number: int, *, on_tensors: bool) -> View:
-        """Those of a pass; for tensor cores divided by their power of two."""
-        if (number, on_tensors) not in self._there:
-            part = self._passes[number]
-            q = np.ldexp(part.q, -part.exponent) if on_tensors else part.q
-            (self._there[number, on_tensors],) = self._mirror.put((q,), self._stream)
-        return self._there[number, on_tensors]
-
-
-def _make_pass(query: Query, state: Any, first: int) -> _Pass:
-    shape, unit = state.shape, query.soft_cap or math.log(2.0)
-    numbers = np.zeros(NUMBERS, np.int64)
-    numbers[:11] = (
-        shape.heads, shape.group, shape.queries, shape.position, shape.window, shape.k_token, shape.k_head,
-        shape.v_token, shape.v_head, shape.v_start, shape.v_scale,
-    )  # fmt: skip
-    with np.errstate(over="ignore", invalid="ignore"):
-        q = to_fp32(query.q[first : first + shape.queries]) * np.float32(query.scale / unit)
-    q = q.reshape(shape.queries, shape.heads, shape.group, shape.k_dim).transpose(1, 0, 2, 3)
-    largest = float(np.abs(q).max(initial=0.0))
-    finite = math.isfinite(largest)
-    exponent = min(max(math.frexp(largest)[1] - _Q_MAX_EXPONENT, -126), 127) if finite and largest else 0
-    return _Pass(state, numbers, np.ascontiguousarray(q).reshape(-1), exponent, finite)
 
 
 def _has_kernels(query: Query) -> bool:

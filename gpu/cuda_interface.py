@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvtierd.core.errors import KvtierdError
+from kvtierd.gpu.device import DeviceError
 
 if TYPE_CHECKING:
     from kvtierd.gpu.kernels.registry import Kernel
 
 
-class CudaError(KvtierdError):
+class CudaError(DeviceError):
     """A call of CUDA failed; the text has CUDA's name of the error and which call it was."""
 
 

@@ -10,7 +10,12 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from kvtierd.core.checksum import Bytes
+from kvtierd.core.errors import KvtierdError
 from kvtierd.gpu.attend import AttentionDevice
+
+
+class DeviceError(KvtierdError):
+    """The device failed at something, or has no memory for it; the text says at what."""
 
 
 class Device(Protocol):
@@ -30,7 +35,7 @@ class Device(Protocol):
         """What computes attention over blocks in the pool and in host memory; the same one each time.
 
         `on_host` is the processors' own, for what this device leaves to them. Loads what it needs when it is called
-        first: not for the loop. Raises KvtierdError where that cannot be had.
+        first: not for the loop. Raises DeviceError where that cannot be had.
         """
         ...
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import functools
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ from kvtierd.config.schema import Settings
 from kvtierd.core.clock import Clock
 from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.gpu.attend import Array, AttentionDevice
+from kvtierd.gpu.device import DeviceError
 from kvtierd.protocol.messages import Attend, AttendReply
 from kvtierd.protocol.service import Answer, Session
 from kvtierd.storage.interface import BlockStore
@@ -43,6 +45,8 @@ from kvtierd.tiers.workers import Workers
 
 Frames = Sequence[memoryview]
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 JOBS_BEYOND_THREADS = 2
 """Jobs beyond two for each I/O thread, of which one is read and the other waits for its turn: what is computed. The
@@ -146,6 +150,10 @@ class Attention:
         except RequestError:
             counters["attend_failed"] += 1
             raise
+        except DeviceError as error:
+            counters["attend_failed"] += 1
+            _log.error("attention cannot be computed: %s", error)
+            raise RequestError(ErrorCode.UNAVAILABLE, f"attention cannot be computed: {error}") from error
         finally:
             self.sequences.end_call(sequence)
             self._running[session.id] -= 1
@@ -189,7 +197,12 @@ class Attention:
             self._loading = True
             task = asyncio.create_task(self._compute.run(self._make_device))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._got_ready)
+
+    def _got_ready(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), DeviceError):
+            _log.warning("attention is not ready; the next request tries again: %s", error)
 
     def _make_device(self) -> None:
         if self._device_made is None:

@@ -11,6 +11,7 @@ import mmap
 import numpy as np
 import pytest
 
+from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.core.geometry import Geometry
 from kvtierd.gpu import attend_cuda, cuda_device
 from kvtierd.gpu.attend import Blocks, checked_query
@@ -210,7 +211,9 @@ def test_a_client_that_dies_in_the_midst_of_a_kernel_leaves_nothing_held(monkeyp
         await made.place(["gpu", "nvme", "host", "nvme", "gpu"])
         sequence, q = await made.open(), np.random.default_rng(5).standard_normal((1, 1, 64))
         task = asyncio.create_task(made.attend(sequence, q))
-        await asyncio.sleep(0.05)
+        runtime = made.rig.manager.copies.gpu.device.runtime
+        while cuda_is_simulated() and not runtime.launched:
+            await asyncio.sleep(0.005)
         task.cancel()
         made.rig.manager.session_detached(made.session)
         await asyncio.gather(task, return_exceptions=True)
@@ -220,5 +223,27 @@ def test_a_client_that_dies_in_the_midst_of_a_kernel_leaves_nothing_held(monkeyp
         assert not copies.gpu.pool.holds.any()
         assert made.rig.manager._attention.ring.used_bytes == 0
         made.rig.check_accounts()
+
+    serve(monkeypatch, scenario)
+
+
+@SIMULATED
+def test_an_error_of_cuda_is_an_answer_that_says_so_and_leaves_nothing_held(monkeypatch):
+    async def scenario(made):
+        await made.place(["gpu", "nvme", "host", "nvme", "gpu"])
+        sequence, q = await made.open(), np.random.default_rng(5).standard_normal((1, 1, 64))
+        manager, runtime = made.rig.manager, made.rig.manager.copies.gpu.device.runtime
+        runtime.failing = "attention_simt"
+        with pytest.raises(RequestError, match="attention cannot be computed: attention_simt") as caught:
+            await made.attend(sequence, q)
+        assert caught.value.code == ErrorCode.UNAVAILABLE
+        assert manager.copies.counters["attend_failed"] == 1
+        runtime.failing = ""
+        await made.attend(sequence, q)
+        manager.session_detached(made.session)
+        await asyncio.sleep(0.02)
+        assert not manager.copies.host.pool.holds.any()
+        assert not manager.copies.gpu.pool.holds.any()
+        assert manager._attention.ring.used_bytes == 0
 
     serve(monkeypatch, scenario)
