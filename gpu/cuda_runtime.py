@@ -6,6 +6,7 @@ Importing this needs neither a GPU nor these packages; `TorchRuntime` needs both
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from kvtierd.gpu.kernels.registry import Kernel
 
 INSTALL = "pip install 'kvtierd[gpu]'"
+ARRAYS_KEPT = 1024
+"""Numba's arrays over device memory: to make one takes some ten microseconds, a launch has a dozen of them, and those
+of a decode step are the same in every step."""
 
 
 class TorchRuntime:
@@ -30,6 +34,7 @@ class TorchRuntime:
             missing = f"gpu.device is {device!r}, which needs {error.name}: {INSTALL}"
             raise StartupError(ExitCode.NO_DEVICE, missing) from error
         self._kernels: Any = None
+        self._array = functools.lru_cache(maxsize=ARRAYS_KEPT)(self._new_array)
         if not self._torch.cuda.is_available():
             raise StartupError(
                 ExitCode.NO_DEVICE, f"gpu.device is {device!r}, and torch sees no GPU (nvidia-smi says why); use host"
@@ -67,35 +72,29 @@ class TorchRuntime:
 
     def wait(self, gpu: int, stream: Any) -> None:
         """Wait on an event and not on the stream: what others add meanwhile is not waited for."""
-        with self._current(gpu):
+        with self._current(gpu), _told("what was in the stream failed", RuntimeError):
             event = self._torch.cuda.Event(blocking=True)
             event.record(stream)
-            try:
-                event.synchronize()
-            except RuntimeError as error:
-                raise CudaError(f"what was in the stream failed: {error}") from error
+            event.synchronize()
 
     def record(self, gpu: int, stream: Any) -> Any:
-        """A torch event; its being waited for by a caller is not meant."""
-        with self._current(gpu):
+        """A torch event, for other streams to wait for."""
+        with self._current(gpu), _told("an event cannot be recorded", RuntimeError):
             event = self._torch.cuda.Event()
             event.record(stream)
             return event
 
     def follow(self, gpu: int, stream: Any, event: Any) -> None:
         """`cudaStreamWaitEvent`."""
-        with self._current(gpu):
+        with self._current(gpu), _told("an event cannot be waited for", RuntimeError):
             stream.wait_event(event)
 
     def launch(self, gpu: int, kernel: Kernel, grid: tuple[int, ...], arguments: Sequence[Any], stream: Any) -> None:
         """Numba's launch, in the context that torch made; the first one of a kernel compiles it."""
         cuda = self._numba()
-        with self._current(gpu), cuda.gpus[gpu]:
-            arrays = [_on_device(cuda, argument) for argument in arguments]
-            try:
-                kernel.launch(grid, *arrays, stream=cuda.external_stream(stream.cuda_stream))
-            except cuda.cudadrv.error.CudaDriverError as error:
-                raise CudaError(f"{kernel.name}: {error}") from error
+        with self._current(gpu), cuda.gpus[gpu], _told(kernel.name, cuda.cudadrv.error.CudaDriverError):
+            arrays = [self._array(argument) if isinstance(argument, View) else argument for argument in arguments]
+            kernel.launch(grid, *arrays, stream=cuda.external_stream(stream.cuda_stream))
 
     def multiprocessors(self, gpu: int) -> int:
         """Of the device's properties."""
@@ -135,6 +134,10 @@ class TorchRuntime:
             self._kernels = importlib.import_module("numba.cuda")
         return self._kernels
 
+    def _new_array(self, view: View) -> Any:
+        """A view as Numba's array of one dimension; it keeps no memory. The context must be the GPU's."""
+        return self._numba().as_cuda_array(_Seen(view), sync=False)
+
     @contextlib.contextmanager
     def _current(self, gpu: int) -> Iterator[None]:
         with self._torch.cuda.device(gpu):
@@ -148,9 +151,13 @@ class TorchRuntime:
         return results[0] if results else None
 
 
-def _on_device(cuda: Any, argument: Any) -> Any:
-    """A view as Numba's array of one dimension, anything else as it is."""
-    return cuda.as_cuda_array(_Seen(argument), sync=False) if isinstance(argument, View) else argument
+@contextlib.contextmanager
+def _told(what: str, kind: type[Exception]) -> Iterator[None]:
+    """Have an error of a package be told as one of CUDA."""
+    try:
+        yield
+    except kind as error:
+        raise CudaError(f"{what}: {error}") from error
 
 
 class _Seen:

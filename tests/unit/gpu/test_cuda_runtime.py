@@ -140,3 +140,20 @@ def test_a_kernel_gets_views_as_arrays_on_the_stream_and_the_gpu_of_the_device(
     kernel.launch = fail
     with pytest.raises(CudaError, match="k: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"):
         runtime.launch(1, kernel, (2, 3), (), SimpleNamespace(cuda_stream=99))
+
+
+@pytest.mark.usefixtures("calls")
+def test_errors_of_torch_about_streams_and_events_are_those_of_cuda() -> None:
+    def fail(*_given: Any) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    runtime = TorchRuntime("cuda:1")
+    made: Any = runtime._torch.cuda
+    made.Event = lambda **_options: SimpleNamespace(record=lambda _stream: None, synchronize=fail)
+    with pytest.raises(CudaError, match="what was in the stream failed: CUDA error: unspecified launch failure"):
+        runtime.wait(1, "stream")
+    made.Event = lambda **_options: SimpleNamespace(record=fail)
+    with pytest.raises(CudaError, match="an event cannot be recorded"):
+        runtime.record(1, "stream")
+    with pytest.raises(CudaError, match="an event cannot be waited for"):
+        runtime.follow(1, SimpleNamespace(wait_event=fail), "event")
