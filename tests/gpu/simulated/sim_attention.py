@@ -9,10 +9,13 @@ from kvtierd.core.geometry import Geometry
 from kvtierd.gpu.attend import Blocks, checked_query
 from kvtierd.gpu.kernels.attention import MERGE, Variant, run_splits
 from kvtierd.gpu.kernels.attention_common import NUMBERS, Q_EXPONENT
+from kvtierd.gpu.kernels.registry import cuda_is_simulated
+from kvtierd.gpu.kernels.twins import Everywhere
 from kvtierd.gpu.reference.attention import relative_error
 from tests.unit.gpu.attention_blocks import make_kv
 
 LOG2_E = 1.4426950408889634
+POOLS_APART = 1 << 30
 
 
 def pooled(kv):
@@ -43,9 +46,13 @@ def numbers_of(query):
     return found
 
 
-def attend_simulated(kv, query, form, rows, dtypes, *, threads=32, part=0, exponent=0):
+def attend_simulated(kv, query, form, rows, dtypes, *, threads=32, part=0, exponent=0, below=False):
     g = query.geometry
     pool, blocks = pooled(kv)
+    memory, base = pool, pool.ctypes.data
+    if below:
+        base = pool.ctypes.data + POOLS_APART
+        memory = Everywhere(base, lambda address, count: pool[address - pool.ctypes.data :][:count])
     unit = query.soft_cap or 1 / LOG2_E
     q = query.q.astype(np.float32) * np.float32(query.scale / unit) * np.float32(2.0**-exponent)
     q = q.reshape(-1, g.kv_heads, query.group, g.k_dim).transpose(1, 0, 2, 3).reshape(-1).copy()
@@ -58,7 +65,7 @@ def attend_simulated(kv, query, form, rows, dtypes, *, threads=32, part=0, expon
         variant = Variant(form, dtype, g.k_dim, v_dim, rows, part or v_dim)
         some = blocks.take(blocks.dtypes == code)
         tops, totals, sums, splits = run_splits(
-            variant, pool, pool.ctypes.data, q, some, numbers, query.soft_cap * LOG2_E, 2, threads=threads
+            variant, memory, base, q, some, numbers, query.soft_cap * LOG2_E, 2, threads=threads
         )
         MERGE.launch(count, tops, totals, sums, splits, v_dim, top, total, summed, threads=16)
     with np.errstate(invalid="ignore"):
@@ -74,7 +81,7 @@ CODES = {0: "bf16", 1: "fp16", 2: "fp32", 3: "fp8_e4m3"}
 
 def compare(form, rows, dtypes, geometry, length, heads, *, queries=1, tolerance=2e-6, **options):
     names = {code: name for code, name in CODES.items() if name in dtypes}
-    run = {name: options.pop(name) for name in ("threads", "part", "exponent") if name in options}
+    run = {name: options.pop(name) for name in ("threads", "part", "exponent", "below") if name in options}
     rng = np.random.default_rng(length * 10 + heads)
     v_dim = options.pop("v_dim", 0)
     kv = make_kv(rng, geometry, length, dtypes, v_dim=v_dim)
@@ -97,6 +104,11 @@ def shape(**fields):
 @pytest.mark.parametrize("dtype", ["bf16", *(pytest.param(name, marks=LONG) for name in ("fp16", "fp32", "fp8_e4m3"))])
 def test_cuda_cores_compute_each_dtype(dtype):
     compare("simt", 2, (dtype,), shape(kv_heads=2), 13, 4)
+
+
+@pytest.mark.skipif(not cuda_is_simulated(), reason="a device needs no stand-in for memory that lies anywhere")
+def test_blocks_and_their_scales_may_lie_below_the_memory_that_a_kernel_is_given():
+    compare("simt", 1, ("fp8_e4m3",), shape(), 7, 1, below=True)
 
 
 @LONG
