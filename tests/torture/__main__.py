@@ -1,13 +1,16 @@
 """`python -m tests.torture`: long random runs with faults, resumable and seeded, one line for each finding.
 
-It goes on where it was ended; `--fresh` begins anew. Exit code 1 where anything was found.
+It goes on where it was ended; `--fresh` begins anew. Exit code 1 where anything was found, 75 where `--for` ended it
+before all was done: the same command goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import math
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +23,7 @@ PARTS: dict[str, Part] = {
     part.name: part for part in (suites.PART, kills.PART, frames.PART, faults.PART, cycles.PART, soak.PART)
 }
 FOLDER = Path(".torture")
+EXIT_NOT_DONE = 75
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 64
     for finding in state.findings:
         say(f"FINDING {finding}")  # of the run that this one goes on with
-    run_parts(chosen, state, args.seed, totals, folder, say)
+    end_s = time.monotonic() + args.seconds
+    if not run_parts(chosen, state, args.seed, totals, folder, say, end_s):
+        say("torture: not done yet; the same command goes on")
+        return EXIT_NOT_DONE
     state.remove()
     return _verdict(state.findings)
 
@@ -73,6 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", action="append", choices=list(PARTS), help="one part; may be given several times")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="state, and what findings leave behind")
     parser.add_argument("--replay", metavar="PART:UNIT:AMOUNT:SEED", help="one unit again, as a finding names it")
+    parser.add_argument(
+        "--for", type=float, default=math.inf, dest="seconds", metavar="S", help="begin no unit after so many seconds"
+    )
     for part in PARTS.values():
         parser.add_argument(f"--{part.name}", type=int, metavar="N", help=f"{part.counts}, {part.full:,} by default")
     return parser

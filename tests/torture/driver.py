@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -16,12 +17,25 @@ from tests.torture.state import State
 Say = Callable[[str], None]
 
 
-def run_parts(parts: Sequence[Part], state: State, seed: int, totals: dict[str, int], folder: Path, say: Say) -> None:
-    """Run what is not done yet. A unit's findings are said, one line each, as soon as the unit is over."""
+def run_parts(
+    parts: Sequence[Part],
+    state: State,
+    seed: int,
+    totals: dict[str, int],
+    folder: Path,
+    say: Say,
+    end_s: float = math.inf,
+) -> bool:
+    """Run what is not done yet. A unit's findings are said, one line each, as soon as the unit is over.
+
+    No unit begins at or after `end_s` (CLOCK_MONOTONIC). Returns whether all is done.
+    """
     for part in parts:
         amounts = part.amounts(totals[part.name])
         for number in range(state.done[part.name], len(amounts)):
             begin_s = time.monotonic()
+            if begin_s >= end_s:
+                return False
             unit = Unit(part.name, number, amounts[number], seed_of(seed, part.name, number), folder)
             findings = run_unit(part, unit)
             for finding in findings:
@@ -29,6 +43,7 @@ def run_parts(parts: Sequence[Part], state: State, seed: int, totals: dict[str, 
             state.finish_unit(part.name, findings)
             took_s = time.monotonic() - begin_s
             say(f"{part.name}: {sum(amounts[: number + 1])} of {sum(amounts)} {part.counts}, {took_s:.1f} s")
+    return True
 
 
 def run_unit(part: Part, unit: Unit) -> list[str]:

@@ -106,3 +106,16 @@ def test_the_command_counts_findings_and_forgets_a_run_that_is_over(tmp_path, mo
     (tmp_path / "state.json").write_text(json.dumps({"seed": 3, "totals": {}, "done": {}, "findings": []}))
     assert command.main(["--folder", str(tmp_path), "--only", "b"]) == 64
     assert command.main(["--folder", str(tmp_path), "--only", "b", "--fresh"]) == 0
+
+
+def test_a_run_in_pieces_says_that_it_is_not_done_and_keeps_what_was_found(tmp_path, monkeypatch, capsys) -> None:
+    recorder = Recorder()
+    recorder.trouble = {0: "a bad thing"}
+    monkeypatch.setattr(command, "PARTS", {part.name: part for part in recorder.parts})
+    piece = ["--folder", str(tmp_path), "--a", "3", "--b", "0", "--for"]
+    assert command.main([*piece, "0"]) == 75
+    assert not recorder.units, "no unit begins when the time is over"
+    State(tmp_path / "state.json", 1, {"a": 3, "b": 0}).finish_unit("a", ["a bad thing"])
+    assert command.main([*piece, "60"]) == 1, "what an earlier piece found counts at the end"
+    assert [unit.number for unit in recorder.units] == [1]
+    assert "torture: 1 findings" in capsys.readouterr().out
