@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvtierd.cli.errors import CommandError, Failure
 
+if TYPE_CHECKING:
+    from kvtierd.report.collect import Wanted
+    from kvtierd.report.records import Record
+
 EXIT_FAILED = 1
+EXIT_NOT_DONE = 75
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,34 +26,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, default=Path("report.html"), metavar="PATH", help="the page (%(default)s)")
     add("--markdown", type=Path, metavar="PATH", help="write the same figures as Markdown")
     add("--save", type=Path, metavar="PATH", help="add what is run now to a recording, to make a page of it again")
+    add("--resume", action="store_true", help="with --save: run only what that recording has not, and show all of it")
+    add("--for", type=float, default=math.inf, dest="seconds", metavar="S", help="begin no run after so many seconds")
     add("--bench", action="append", metavar="NAME", help="run this bench only; may be given several times, or none")
+    add(
+        "--trace", action="append", type=Path, metavar="FILE", help="replay this file in the bench trace; several times"
+    )
     add("--tokens", action="append", metavar="N", help="run the stress over so many tokens; several times, or none")
     add("--quick", action="store_true", help="quick benches, and the stress up to 128k tokens")
     add("--directory", type=Path, metavar="DIR", help="where temporary stores lie (the disk to measure)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Collect or read, then write. Exits 1 where a bench or the stress could not be run or found something."""
-    from kvtierd.bench.catalogue import BENCHES as KNOWN  # deferred: these load what only they want
-    from kvtierd.report import collect
-    from kvtierd.report.markdown import as_markdown
+    """Collect or read, then write. Exits 1 where a bench or the stress could not be run or found something, 75 where
+    `--for` ended it: with `--resume` the same command goes on."""
+    from kvtierd.report.markdown import as_markdown  # deferred: these load what only they want
     from kvtierd.report.page import as_html
-    from kvtierd.report.records import Record, as_line, read_records
+    from kvtierd.report.records import latest, read_records
     from kvtierd.report.sections import sections
 
-    if unknown := [name for name in args.bench or [] if name not in {*KNOWN, "none"}]:
-        raise CommandError(Failure.USAGE, f"{unknown[0]!r} is no bench; there are {', '.join(KNOWN)}")
-    records: list[Record] = read_records(args.files)
-    if not args.files:
-        contexts = collect.QUICK_CONTEXTS if args.quick else collect.CONTEXTS
-        benches = [name for name in args.bench or collect.BENCHES if name != "none"]
-        lengths = [tokens for tokens in args.tokens or contexts if tokens != "none"]
-        for record in collect.collect(benches, lengths, quick=args.quick, directory=args.directory):
-            print(f"{record.command}: {record.failed or f'{len(record.rows)} figures'}", file=sys.stderr)
-            records.append(record)
-            if args.save is not None:
-                with args.save.open("a") as file:
-                    file.write(as_line(record) + "\n")
+    whole = True
+    if args.files:
+        records = read_records(args.files)
+    else:
+        records, whole = _collected(args)
+    records = latest(records)
     try:
         args.output.write_text(as_html(records, sections(records)))
         if args.markdown is not None:
@@ -53,5 +58,45 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise CommandError(Failure.USAGE, f"{error.filename}: {error.strerror}") from error
     print(args.output)
+    if not whole:
+        return EXIT_NOT_DONE
     bad = [record for record in records if record.failed or (record.stress and record.stress.verdict != "pass")]
     return EXIT_FAILED if bad else 0
+
+
+def _collected(args: argparse.Namespace) -> tuple[list[Record], bool]:
+    """What was recorded before, if that is to be gone on with, and what is run now; whether that is all."""
+    from kvtierd.report.collect import collect  # deferred: these load what only they want
+    from kvtierd.report.records import as_line, read_records
+
+    if args.resume and args.save is None:
+        raise CommandError(Failure.USAGE, "--resume goes on with a recording: give it with --save")
+    wanted = _wanted(args)
+    records = read_records([args.save]) if args.resume and args.save.exists() else []
+    for record in collect(wanted, list(records), time.monotonic() + args.seconds):
+        if record is None:
+            return records, False
+        print(f"{record.command}: {record.failed or f'{len(record.rows)} figures'}", file=sys.stderr)
+        records.append(record)
+        if args.save is not None:
+            with args.save.open("a") as file:
+                file.write(as_line(record) + "\n")
+    return records, True
+
+
+def _wanted(args: argparse.Namespace) -> Wanted:
+    from kvtierd.bench.catalogue import BENCHES as KNOWN  # deferred: these load what only they want
+    from kvtierd.report import collect
+
+    if unknown := [name for name in args.bench or [] if name not in {*KNOWN, "none"}]:
+        raise CommandError(Failure.USAGE, f"{unknown[0]!r} is no bench; there are {', '.join(KNOWN)}")
+    if missing := [path for path in args.trace or [] if not path.is_file()]:
+        raise CommandError(Failure.USAGE, f"--trace {missing[0]} is no file")
+    contexts = collect.QUICK_CONTEXTS if args.quick else collect.CONTEXTS
+    return collect.Wanted(
+        benches=[name for name in args.bench or collect.BENCHES if name != "none"],
+        contexts=[tokens for tokens in args.tokens or contexts if tokens != "none"],
+        traces=args.trace or (),
+        quick=args.quick,
+        directory=args.directory,
+    )

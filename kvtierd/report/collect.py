@@ -1,14 +1,21 @@
-"""Runs the benches and the stress, each in a process of its own, and records what they print."""
+"""Runs the benches and the stress, each in a process of its own, and records what they print.
+
+A run of everything takes an hour or more. It may be done in pieces: what a recording has already is left out, and
+nothing begins after a given time.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import json
+import math
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -26,67 +33,114 @@ QUICK_CONTEXTS = ("8k", "32k", "128k")
 TIMEOUT_S = 3600
 
 
-def collect(
-    benches: Sequence[str], contexts: Sequence[str], *, quick: bool, directory: Path | None
-) -> Iterator[Record]:
-    """A record of each bench, then of the stress at each length of context; one that fails says why and stops none."""
-    for name in benches:
-        yield _bench(name, quick=quick, directory=directory)
-    for tokens in contexts:
-        yield _stress(tokens, directory=directory)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a report asks for: benches by name, and the stress at these lengths of context.
+
+    `traces` are files that the bench of that name replays, one run each; without any it replays synthetic ones.
+    """
+
+    benches: Sequence[str]
+    contexts: Sequence[str]
+    traces: Sequence[Path] = ()
+    quick: bool = False
+    directory: Path | None = None
+
+    def runs(self) -> Iterator[Run]:
+        """In order: benches, then the stress."""
+        for name in self.benches:
+            for trace in self.traces if name == "trace" and self.traces else [None]:
+                yield Run(name=name, trace=trace, quick=self.quick, directory=self.directory)
+        for tokens in self.contexts:
+            yield Run(name="stress", tokens=tokens, directory=self.directory)
 
 
-def _bench(name: str, *, quick: bool, directory: Path | None) -> Record:
-    words = ["bench", name, "--json", *(["--quick"] if quick else [])]
-    with tempfile.TemporaryDirectory(prefix="kvtierd-report-") as folder:
-        plot = Path(folder) / "plot.svg"
-        extra = ["--plot", str(plot)] if name == "trace" else []
-        extra += ["--directory", str(directory)] if directory is not None else []
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One command: a bench, or the stress over `tokens`."""
+
+    name: str
+    tokens: str = ""
+    trace: Path | None = None
+    quick: bool = False
+    directory: Path | None = None
+
+    @property
+    def command(self) -> str:
+        """As a record names it: without folders of this machine."""
+        trace = [self.trace.name] if self.trace is not None else []
+        return shlex.join(["kvtierctl", *self._words(trace)])
+
+    def __call__(self) -> Record:
+        """Run it; one that fails says why."""
         machine = describe()
-        ended = _run([*words, *extra])
-        rows = [msgspec.json.decode(line, type=Row) for line in ended.stdout.splitlines() if line.startswith("{")]
-        return Record(
-            command=_named(words),
-            machine=machine,
-            recorded=_now(),
-            rows=rows,
-            svg=plot.read_text() if plot.exists() else "",
-            failed=_failure(ended) if ended.returncode else "",
-        )
+        return self._stress(machine) if self.tokens else self._bench(machine)
+
+    def _words(self, trace: Sequence[str]) -> list[str]:
+        if self.tokens:
+            return ["stress", "--json", "--tokens", self.tokens, "--gpu", "32M", "--host", "128M"]
+        return ["bench", self.name, *trace, "--json", *(["--quick"] if self.quick else [])]
+
+    def _bench(self, machine: str) -> Record:
+        with tempfile.TemporaryDirectory(prefix="kvtierd-report-") as folder:
+            plot = Path(folder) / "plot.svg"
+            words = self._words([str(self.trace)] if self.trace is not None else [])
+            words += ["--plot", str(plot)] if self.name == "trace" else []
+            words += ["--directory", str(self.directory)] if self.directory is not None else []
+            ended = _run(words)
+            rows = [msgspec.json.decode(line, type=Row) for line in ended.stdout.splitlines() if line.startswith("{")]
+            return Record(
+                command=self.command,
+                machine=machine,
+                recorded=_now(),
+                rows=rows,
+                svg=plot.read_text() if plot.exists() else "",
+                failed=_failure(ended) if ended.returncode else "",
+            )
+
+    def _stress(self, machine: str) -> Record:
+        extra = ["--nvme", str(self.directory)] if self.directory is not None else []
+        ended = _run([*self._words([]), *extra])
+        lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
+        if not lines:
+            return Record(command=self.command, machine=machine, recorded=_now(), failed=_failure(ended))
+        return from_stress({**json.loads(lines[-1]), "command": self.command}, machine, _now())
 
 
-def _stress(tokens: str, *, directory: Path | None) -> Record:
-    words = ["stress", "--json", "--tokens", tokens, "--gpu", "32M", "--host", "128M"]
-    extra = ["--nvme", str(directory)] if directory is not None else []
-    machine = describe()
-    ended = _run([*words, *extra])
-    lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        return Record(command=_named(words), machine=machine, recorded=_now(), failed=_failure(ended))
-    told = json.loads(lines[-1])
-    return from_stress({**told, "command": _named(words)}, machine, _now())
+def collect(wanted: Wanted, recorded: Sequence[Record] = (), end_s: float = math.inf) -> Iterator[Record | None]:
+    """A record of each run that is not `recorded` whole; None in place of one that would begin after `end_s`
+    (CLOCK_MONOTONIC)."""
+    done = {record.command for record in recorded if not record.failed}
+    for run in wanted.runs():
+        if run.command not in done:
+            yield run() if time.monotonic() < end_s else None
 
 
 def _run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
     # The child must find this very package, also where it runs uninstalled from another folder.
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.run(
-        [sys.executable, "-m", "kvtierd.cli.main", *words],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    command = [sys.executable, *_program(words)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        # To files, so that the rows which one that takes too long has printed are not lost.
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=errors)
+        try:
+            code, late = process.wait(TIMEOUT_S), ""
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            code, late = process.wait(), f"ended after {TIMEOUT_S} s\n"
+        output.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(command, code, output.read(), errors.read() + late)
+
+
+def _program(words: Sequence[str]) -> list[str]:
+    return ["-m", "kvtierd.cli.main", *words]
 
 
 def _failure(ended: subprocess.CompletedProcess[str]) -> str:
     last = ended.stderr.strip().splitlines()[-1:]
     return f"it ended with {ended.returncode}: {' '.join(last)}"
-
-
-def _named(words: Sequence[str]) -> str:
-    return shlex.join(["kvtierctl", *words])
 
 
 def _now() -> str:

@@ -7,7 +7,7 @@ print (a row a line), and what `kvtierctl stress --json` prints (an object); of 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def read_records(paths: Iterable[Path]) -> list[Record]:
     """All records of the files, in order. Raises RecordError naming file and line."""
     return [record for path in paths for record in _merged(_records(path))]
+
+
+def latest(records: Sequence[Record]) -> list[Record]:
+    """Of several runs of a command the last that has figures, at the place of the first; a failed one if all failed."""
+    found: dict[str, Record] = {}
+    for record in records:
+        if UNKNOWN in (record.command, record.machine):
+            found[f"{len(found)} {record.command}"] = record  # nobody knows whether these are runs of the same
+        elif record.command not in found or not record.failed or found[record.command].failed:
+            found[record.command] = record
+    return list(found.values())
 
 
 def as_line(record: Record) -> str:

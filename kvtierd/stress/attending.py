@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,44 +10,52 @@ import numpy as np
 from kvtierd.core.stored_form import EncodedLayout
 from kvtierd.core.units import MIB, PAGE_BYTES
 from kvtierd.stress import ceilings
-from kvtierd.stress.decode import Judged, judge
+from kvtierd.stress.decode import Context, Judged, contexts, judge
 from kvtierd.stress.reading import data_folder
 from kvtierd.stress.rig import TIMEOUT_S, Rig
 
 GPU_SHARE = 0.75
 """Of the gpu tier that blocks of the context are brought into; its watermark is 0.8."""
 GROWTH_STRIDE = 8
-"""The shorter context that steps are compared with has every eighth block: an eighth of a million is 128k."""
+"""The shorter contexts that steps are compared with have every eighth block: an eighth of a million is 128k."""
 
 
 def decode(rig: Rig) -> None:
-    """Steps over the whole context, and over an eighth of it."""
+    """Steps over the whole context and over its eighths, in turns."""
     options, figures = rig.options, rig.found.figures
     steps = 2 if options.quick else 3
-    layers = list(range(options.kv.layers))
-    rig.watch.phase("decode", 2 * (steps + 1))
+    asked = contexts(GROWTH_STRIDE, options.blocks)
+    rig.watch.phase("decode", len(asked) * (steps + 1))
     _into_gpu(rig)
-    for stride, name in ((1, "step"), (GROWTH_STRIDE, "short_step")):
-        if options.blocks // stride < 2:
-            continue
-        command = {
-            "do": "decode",
-            "stride": stride,
-            "layers": layers,
-            "steps": steps,
-            "warmup": 1,
-            "timeout_s": TIMEOUT_S,
-        }
-        (answers,) = rig.crew.run([command], rig.watch.advance)
-        seconds = [sum(a["seconds"] for a in answers if a["step"] == step) for step in range(steps)]
-        figures[name] = float(np.median(seconds))
-        if stride == 1:
-            _parts_of(rig, answers, steps)
-            _bound(rig, answers)
-        _judge(rig, answers, stride)
-    if "short_step" in figures:
-        short = math.ceil(options.blocks / GROWTH_STRIDE)
-        figures["growth"] = (figures["step"] / options.blocks) / (figures["short_step"] / short)
+    command = {
+        "do": "decode",
+        "stride": GROWTH_STRIDE,
+        "layers": list(range(options.kv.layers)),
+        "steps": steps,
+        "warmup": 1,
+        "timeout_s": TIMEOUT_S,
+    }
+    (answers,) = rig.crew.run([command], rig.watch.advance)
+    of = {context: [a for a in answers if (a["first"], a["stride"]) == (context.first, context.stride)]
+          for context in asked}  # fmt: skip
+    whole, *shorter = (_seconds(of[context], steps) for context in asked)
+    figures["step"] = float(np.median(whole))
+    if shorter:
+        # Together they are the whole context once more, and a token's time in them is that of an eighth of it.
+        eighths = np.sum(shorter, axis=0)
+        figures["short_step"] = float(np.median(shorter))
+        figures["growth"] = float(np.median(np.asarray(whole) / eighths))
+    _parts_of(rig, of[asked[0]], steps)
+    _bound(rig, of[asked[0]])
+    rig.watch.phase("oracle", 2 * options.blocks if shorter else options.blocks)
+    judged_blocks = 0
+    for context in asked:
+        _judge(rig, of[context], context, judged_blocks)
+        judged_blocks += len(context.names(options.blocks))
+
+
+def _seconds(answers: list[Mapping[str, Any]], steps: int) -> list[float]:
+    return [sum(a["seconds"] for a in answers if a["step"] == step) for step in range(steps)]
 
 
 def _into_gpu(rig: Rig) -> None:
@@ -102,12 +109,16 @@ def _bound(rig: Rig, answers: list[Mapping[str, Any]]) -> None:
         figures["disk_alone"] = figures["step_nvme_bytes"] / figures["disk_read"]
 
 
-def _judge(rig: Rig, answers: list[Mapping[str, Any]], stride: int) -> None:
+def _judge(rig: Rig, answers: list[Mapping[str, Any]], context: Context, done: int) -> None:
+    """Compare with the oracle, which has been through so many blocks before."""
     options = rig.options
-    names = math.ceil(options.blocks / stride)
-    rig.watch.phase("oracle", names)
-    judged: Judged = judge(rig.content, options.query_heads, stride, options.blocks, answers, rig.threads, rig.watch.at)
-    rig.found.findings += [f"decode: {finding}" for finding in judged.findings]
+
+    def tell(blocks: int) -> None:
+        rig.watch.at(done + blocks)
+
+    judged: Judged = judge(rig.content, options.query_heads, context, options.blocks, answers, rig.threads, tell)
+    which = "" if context.stride == 1 else f"every {context.stride}th block from {context.first} on: "
+    rig.found.findings += [f"decode: {which}{finding}" for finding in judged.findings]
     figures, counts = rig.found.figures, rig.found.counts
     figures["attend_error"] = max(figures.get("attend_error", 0.0), judged.error)
     figures["attend_lossy_error"] = max(figures.get("attend_lossy_error", 0.0), judged.lossy_error)

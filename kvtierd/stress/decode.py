@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,26 +22,74 @@ TOLERANCE = 1e-4
 block that is missing, of a million tokens, changes heads that weigh all alike by about 1e-2."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Context:
+    """Every `stride`-th block of the long context, from block `first` on."""
+
+    first: int
+    stride: int
+
+    def names(self, blocks: int) -> list[BlockId]:
+        """Its blocks, of a context of so many."""
+        return [BlockId(0, number) for number in range(self.first, blocks, self.stride)]
+
+
+def contexts(stride: int, blocks: int) -> list[Context]:
+    """The whole context, and the `stride` shorter ones that it consists of; none of these where they would be empty."""
+    shorter = [Context(first, stride) for first in range(stride)] if blocks // stride >= 2 else []
+    return [Context(0, 1), *shorter]
+
+
+class _Decoding:
+    """One context's sequence, with the queries of all its steps."""
+
+    def __init__(self, tools: Tools, context: Context, command: Mapping[str, Any], stack: contextlib.ExitStack) -> None:
+        self._tools, self._context = tools, context
+        self._layers, self._steps = command["layers"], command["steps"]
+        names = context.names(tools.blocks)
+        self._asked = [
+            [queries(tools.content, names, layer, step, tools.heads)[0] for layer in self._layers]
+            for step in range(self._steps)
+        ]
+        keys = tools.keys[np.array([name.index for name in names])]
+        self._sequence = stack.enter_context(
+            tools.client.open_sequence(tools.handle, keys, timeout_s=command["timeout_s"])
+        )
+        self._total = len(names) * tools.content.geometry.block_size
+
+    def step(self, step: int) -> list[dict[str, Any]]:
+        """Attend with all layers; a step below 0 is for warming up, and its answers are those of step 0."""
+        at, found = max(step, 0), []
+        length = self._total - self._steps + 1 + at
+        for place, layer in enumerate(self._layers):
+            before = _stats(self._tools)
+            begin_s = time.perf_counter()
+            attended = self._sequence.attend(layer, self._asked[at][place][None], length=length)
+            seconds = time.perf_counter() - begin_s
+            answer = _answer(step, layer, length, seconds, attended) | dataclasses.asdict(self._context)
+            found.append(answer | {"parts": _difference(before, _stats(self._tools))})
+        self._tools.tell(progress=1)
+        return found
+
+
 def decode(tools: Tools, command: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Attend over every `stride`-th block: `steps` steps of all `layers`, each step seeing one token more."""
-    numbers = np.arange(0, tools.blocks, command["stride"])
-    names = [BlockId(0, int(number)) for number in numbers]
-    layers, steps = command["layers"], command["steps"]
-    asked = [[queries(tools.content, names, layer, step, tools.heads)[0] for layer in layers] for step in range(steps)]
-    total, found = len(names) * tools.content.geometry.block_size, []
-    with tools.client.open_sequence(tools.handle, tools.keys[numbers], timeout_s=command["timeout_s"]) as sequence:
-        for step in range(-command["warmup"], steps):
-            for place, layer in enumerate(layers):
-                length = total - steps + 1 + max(step, 0)
-                before = _stats(tools)
-                begin_s = time.perf_counter()
-                attended = sequence.attend(layer, asked[max(step, 0)][place][None], length=length)
-                seconds = time.perf_counter() - begin_s
-                if step >= 0:
-                    answer = _answer(step, layer, length, seconds, attended)
-                    found.append(answer | {"parts": _difference(before, _stats(tools))})
-            tools.tell(progress=1)
-    return found
+    """Attend over the whole context and over the `stride` shorter ones that it consists of, in turns.
+
+    In each of `steps` rounds all `layers` of the whole context are asked for, then those of each shorter one, so that
+    both ways read the same blocks within seconds of each other: a disk that drifts, or a machine below it that keeps
+    what was read last, drifts for both. Each step sees one token more. `warmup` rounds come first.
+    """
+    with contextlib.ExitStack() as stack:
+        all_of_them = [
+            _Decoding(tools, context, command, stack) for context in contexts(command["stride"], tools.blocks)
+        ]
+        return [
+            answer
+            for step in range(-command["warmup"], command["steps"])
+            for decoding in all_of_them
+            for answer in decoding.step(step)
+            if step >= 0
+        ]
 
 
 def _stats(tools: Tools) -> dict[str, int]:
@@ -80,20 +129,23 @@ class Judged:
 def judge(
     content: Content,
     heads: int,
-    stride: int,
+    context: Context,
     blocks: int,
     answers: Sequence[Mapping[str, Any]],
     threads: int,
     tell: Callable[[int], None] = lambda _blocks: None,
 ) -> Judged:
-    """Compare answers of `decode` with the oracle, layer by layer."""
+    """Compare answers of `decode` over one context with the oracle, layer by layer.
+
+    What FP8 costs is judged over the whole context only: that wants another pass, over exact values.
+    """
     oracle, judged = Oracle(content, heads, threads), Judged()
-    names = [BlockId(0, number) for number in range(0, blocks, stride)]
+    names = context.names(blocks)
     for layer in sorted({answer["layer"] for answer in answers}):
         mine = [answer for answer in answers if answer["layer"] == layer]
         asked = [_asked(content, names, heads, answer) for answer in mine]
         _compare(judged, mine, *oracle.attend(layer, names, asked, tell))
-        if any(step.lossy.any() for step in asked):
+        if context.stride == 1 and any(step.lossy.any() for step in asked):
             exact = [dataclasses.replace(step, lossy=np.zeros_like(step.lossy)) for step in asked[:1]]
             output, _ = oracle.attend(layer, names, exact, tell)
             judged.lossy_error = max(judged.lossy_error, _relative(_output(mine[0]), output[0]))

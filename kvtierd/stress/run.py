@@ -88,6 +88,7 @@ def _weigh(rig: Rig) -> None:
     figures = rig.found.figures
     figures["memory_peak"], figures["memory_budget"] = rig.watch.peak_bytes, rig.watch.budget_bytes
     rig.found.counts["memory_peak_phase"] = rig.watch.peak_phase
+    rig.found.counts["memory_peak_parts"] = rig.watch.peak_parts
     if rig.watch.peak_bytes > rig.watch.budget_bytes:
         rig.found.findings.append(
             f"memory: daemon and clients took {format_bytes(rig.watch.peak_bytes)} in phase "

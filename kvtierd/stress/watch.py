@@ -34,6 +34,8 @@ class Watch:
         self.budget_bytes = 0
         self.peak_bytes = 0
         self.peak_phase = ""
+        self.peak_parts: list[int] = []
+        """Of the daemon and then of each client, at that moment."""
         self.stats: Mapping[str, Any] = {}
         self.reclaimed = False
         """Whether the store was full once and recycled blocks that could be read."""
@@ -80,14 +82,14 @@ class Watch:
 
     def _weigh(self) -> None:
         """Proportional set size of daemon and clients together; a process that has just ended weighs nothing."""
-        total = 0
+        sizes: list[int] = []
         for pid in [self.daemon_pid, *self._pids()]:
             try:
-                total += total_bytes(pid)
+                sizes.append(total_bytes(pid))
             except (OSError, StopIteration):
-                continue
-        if total > self.peak_bytes:
-            self.peak_bytes, self.peak_phase = total, self._phase
+                sizes.append(0)
+        if sum(sizes) > self.peak_bytes:
+            self.peak_bytes, self.peak_phase, self.peak_parts = sum(sizes), self._phase, sizes
 
     def _show(self, end: str) -> None:
         if not self._phase:

@@ -19,7 +19,7 @@ from kvtierd.report.charts import Bar, Line, bar_chart, line_chart
 from kvtierd.report.machine import describe
 from kvtierd.report.markdown import as_markdown
 from kvtierd.report.page import as_html
-from kvtierd.report.records import UNKNOWN, Record, RecordError, as_line, read_records
+from kvtierd.report.records import UNKNOWN, Record, RecordError, as_line, latest, read_records
 from kvtierd.report.sections import sections
 
 MACHINE = "EPYC <9>, 2 CPUs, load 0.1"
@@ -279,9 +279,75 @@ def test_a_bench_that_cannot_run_is_in_the_report_and_stops_no_other(tmp_path: P
     assert "plain copies" in html
 
 
+def test_a_run_in_pieces_goes_on_with_what_its_recording_has_not(tmp_path: Path, monkeypatch) -> None:
+    asked: list[str] = []
+
+    def run(words):
+        asked.append(words[1])
+        failed = words[1] == "host" and asked.count("host") == 1
+        return argparse.Namespace(stdout=as_json(ROWS[0]) + "\n", stderr="no room\n", returncode=64 * failed)
+
+    monkeypatch.setattr(collect, "_run", run)
+    page, saved = tmp_path / "page.html", tmp_path / "saved"
+    words = ["--bench", "host", "--bench", "space", "--tokens", "none", "--output", str(page), "--save", str(saved)]
+    assert command.run(parsed(*words, "--resume", "--for", "0")) == 75
+    assert asked == [], "nothing begins when the time is over"
+    assert command.run(parsed(*words, "--resume")) == 1
+    assert command.run(parsed(*words, "--resume")) == 0, "the run that failed was not recorded whole"
+    assert asked == ["host", "space", "host"]
+    assert "no room" not in page.read_text(), "the later run of a command is shown, and the earlier is not"
+    assert len(saved.read_text().splitlines()) == 3
+    assert command.run(parsed(str(saved), "--output", str(page))) == 0
+    with pytest.raises(CommandError, match="--save"):
+        command.run(parsed("--resume"))
+
+
+def test_of_runs_of_a_command_the_last_with_figures_is_shown_at_the_place_of_the_first() -> None:
+    def ran(name: str, value: float, failed: str = "") -> Record:
+        return Record(command=name, machine=MACHINE, rows=[make_row("host", "x", value, "s")], failed=failed)
+
+    runs = [ran("a", 1.0), ran("b", 2.0, "it failed"), ran("a", 3.0), ran("a", 4.0, "it failed"), ran("b", 5.0)]
+    assert [(run.command, run.rows[0].value) for run in latest(runs)] == [("a", 3.0), ("b", 5.0)]
+    unknown = Record(command=UNKNOWN, machine=MACHINE)
+    assert len(latest([unknown, unknown])) == 2
+
+
+def test_each_trace_is_a_run_of_its_own_named_without_its_folder(tmp_path: Path, monkeypatch) -> None:
+    asked: list[list[str]] = []
+
+    def run(words):
+        asked.append(list(words))
+        Path(words[words.index("--plot") + 1]).write_text("<svg/>")
+        return argparse.Namespace(stdout="", stderr="", returncode=0)
+
+    monkeypatch.setattr(collect, "_run", run)
+    traces = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path in traces:
+        path.touch()
+    found = list(collect.collect(collect.Wanted(benches=["trace"], contexts=[], traces=traces)))
+    assert [words[2] for words in asked] == [str(path) for path in traces]
+    assert [record and record.command for record in found] == [
+        "kvtierctl bench trace a.jsonl --json", "kvtierctl bench trace b.jsonl --json"
+    ]  # fmt: skip
+    assert all(record and record.svg == "<svg/>" for record in found)
+    with pytest.raises(CommandError, match=r"c\.jsonl is no file"):
+        command.run(parsed("--trace", str(tmp_path / "c.jsonl")))
+
+
+def test_a_bench_that_takes_too_long_is_ended_and_what_it_printed_is_kept(monkeypatch) -> None:
+    monkeypatch.setattr(collect, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(collect.sys, "executable", "/bin/sh")
+    monkeypatch.setattr(collect, "_program", lambda _words: ["-c", "echo '{}'; sleep 60"])
+    ended = collect._run(["bench", "host"])
+    assert ended.returncode == -15
+    assert ended.stdout == "{}\n"
+    assert "ended after 0.5 s" in ended.stderr
+
+
 def test_a_real_command_is_run_and_its_last_word_kept(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (record,) = collect.collect(["peers"], [], quick=True, directory=None)
+    (record,) = collect.collect(collect.Wanted(benches=["peers"], contexts=[], quick=True))
+    assert record is not None
     assert record.command == "kvtierctl bench peers --json --quick"
     assert "make bench-peers" in record.failed
     assert "load" in record.machine
@@ -289,7 +355,7 @@ def test_a_real_command_is_run_and_its_last_word_kept(tmp_path: Path, monkeypatc
 
 def test_benchmarks_md_is_made_of_the_recording_beside_it() -> None:
     root = Path(__file__).parents[3]
-    made = as_markdown(read_records([root / "docs/benchmarks.jsonl"]))
+    made = as_markdown(latest(read_records([root / "docs/benchmarks.jsonl"])))
     assert (root / "BENCHMARKS.md").read_text() == made, (
         "kvtierctl report docs/benchmarks.jsonl --markdown BENCHMARKS.md"
     )

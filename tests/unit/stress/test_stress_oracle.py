@@ -11,7 +11,7 @@ import pytest
 from kvtierd.core.geometry import Geometry
 from kvtierd.gpu.reference.attention import reference_attention
 from kvtierd.stress.content import BlockId, Content
-from kvtierd.stress.decode import judge
+from kvtierd.stress.decode import Context, contexts, judge
 from kvtierd.stress.oracle import Asked, Oracle, queries
 
 SHAPE = Geometry(block_size=64, layers=2, kv_heads=2, k_dim=64, v_dim=32)
@@ -89,7 +89,7 @@ def answers_from(content: Content, blocks: list[Any]) -> list[dict[str, Any]]:
 
 def test_right_answers_pass() -> None:
     content = Content(6, SHAPE)
-    judged = judge(content, HEADS, 1, BLOCKS, answers_from(content, kv_of(content)), 2)
+    judged = judge(content, HEADS, Context(0, 1), BLOCKS, answers_from(content, kv_of(content)), 2)
     assert (judged.checked, judged.wrong, judged.findings) == (2, 0, [])
     assert judged.error < 1e-6
 
@@ -128,9 +128,18 @@ def test_planted_fault_is_found(plant: Any) -> None:
     content = Content(6, SHAPE)
     blocks = kv_of(content)
     plant(blocks)
-    judged = judge(content, HEADS, 1, BLOCKS, answers_from(content, blocks), 2)
+    judged = judge(content, HEADS, Context(0, 1), BLOCKS, answers_from(content, blocks), 2)
     assert judged.wrong >= 1
     assert judged.findings
+
+
+def test_shorter_contexts_are_the_whole_one_once_more() -> None:
+    whole, *shorter = contexts(3, BLOCKS)
+    assert whole.names(BLOCKS) == NAMES
+    assert len(shorter) == 3
+    together = [name for context in shorter for name in context.names(BLOCKS)]
+    assert sorted(together, key=lambda name: name.index) == NAMES
+    assert contexts(BLOCKS, BLOCKS) == [Context(0, 1)], "contexts of one block say nothing about growth"
 
 
 def test_answers_that_are_no_numbers_are_wrong() -> None:
@@ -138,7 +147,7 @@ def test_answers_that_are_no_numbers_are_wrong() -> None:
     answers = answers_from(content, kv_of(content))
     nothing = np.full((HEADS, SHAPE.v_dim), np.nan, np.float32)
     answers[1]["output"] = base64.b64encode(nothing.tobytes()).decode()
-    assert judge(content, HEADS, 1, BLOCKS, answers, 1).wrong == 1
+    assert judge(content, HEADS, Context(0, 1), BLOCKS, answers, 1).wrong == 1
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
