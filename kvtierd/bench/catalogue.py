@@ -38,11 +38,20 @@ BENCHES: dict[str, str] = {
 }
 """Name and what is compared."""
 
+PARTS: dict[str, tuple[str, ...]] = {
+    "naive": ("residency", "whole-context", "growth"),
+    "sweep": ("ultra-long", "high-concurrency", "bandwidth-limited", "compute-rich"),
+}
+"""Of benches that take minutes: what can be run alone, so that a report of them can be made in pieces."""
+
 
 def run_bench(name: str, options: Options) -> Iterator[Row]:
-    """Run one bench; rows come as they are measured. Raises BenchError where it cannot run here."""
+    """Run one bench; rows come as they are measured. Raises BenchError where it cannot run here,
+    ValueError for a bench or a part of one that there is not."""
     if name not in BENCHES:
         raise ValueError(f"{name!r} is no bench; there are {', '.join(BENCHES)}")
+    if unknown := [part for part in options.only if part not in PARTS.get(name, ())]:
+        raise ValueError(f"{unknown[0]!r} is no part of bench {name}, which has {', '.join(PARTS.get(name, ['none']))}")
     module = importlib.import_module(f"kvtierd.bench.{name}")
     rows: Iterator[Row] = module.rows(options)
     return rows

@@ -120,7 +120,7 @@ class WholeContext:
 
 
 def rows(options: Options) -> Iterator[Row]:
-    """Measure whole contexts, residency, and growth."""
+    """Measure residency, whole contexts, and growth, or the parts asked for."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for the baseline's kernel what the daemon has for ours
     tokens = 32 * K if options.quick else 128 * K
     blocks = tokens // SHAPE.block_size
@@ -138,12 +138,21 @@ def rows(options: Options) -> Iterator[Row]:
         daemon, client = stack.enter_context(daemon_and_client(Path(name), thread_count(), **settings))
         threads = Threads(thread_count())
         stack.callback(threads.close)
-        context = Context(daemon, client, Kv(blocks // 2), blocks)
+        if options.wants("residency") or options.wants("whole-context"):
+            context = Context(daemon, client, Kv(blocks // 2), blocks)
+            yield from _context_rows(context, Path(name), threads, options)
+        if options.wants("growth"):
+            yield from decode_rows(client, options)
+
+
+def _context_rows(context: Context, folder: Path, threads: Threads, options: Options) -> Iterator[Row]:
+    if options.wants("residency"):
         yield from _residency_rows(context, options.rounds(5, 3))
-        for what, gpu, host in (("5% gpu, 20% host", 0.05, 0.20), ("all in host", 0.0, 1.0)):
-            baseline = WholeContext(context.kv, blocks // 2, Path(name), gpu + host, threads)
-            yield _against_whole_contexts(context, baseline, what, (gpu, host), options.rounds(5, 3))
-        yield from decode_rows(client, options)
+    if not options.wants("whole-context"):
+        return
+    for what, gpu, host in (("5% gpu, 20% host", 0.05, 0.20), ("all in host", 0.0, 1.0)):
+        baseline = WholeContext(context.kv, context.blocks // 2, folder, gpu + host, threads)
+        yield _against_whole_contexts(context, baseline, what, (gpu, host), options.rounds(5, 3))
 
 
 def _residency_rows(context: Context, rounds: int) -> Iterator[Row]:

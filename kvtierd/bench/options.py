@@ -18,7 +18,8 @@ class Options:
     """`quick` means fewer rounds on data of the same class of sizes. `directory` holds temporary folders.
 
     `file` is what a bench that replays something reads, `tier_blocks` the capacities that it is replayed with, `plot`
-    where it draws them. With `live` it replays through a daemon, its own or the one at `endpoint`.
+    where it draws them. With `live` it replays through a daemon, its own or the one at `endpoint`. `only` names parts
+    of a bench that has some (kvtierd.bench.catalogue.PARTS); empty means all.
     """
 
     quick: bool = False
@@ -28,6 +29,11 @@ class Options:
     plot: Path | None = None
     live: bool = False
     endpoint: str = ""
+    only: tuple[str, ...] = ()
+
+    def wants(self, part: str) -> bool:
+        """Whether this part of a bench is asked for."""
+        return not self.only or part in self.only
 
     def rounds(self, full: int, quick: int) -> int:
         """How many rounds to run."""

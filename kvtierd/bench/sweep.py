@@ -125,9 +125,11 @@ PROFILES: dict[str, Profile] = {
 
 
 def rows(options: Options) -> Iterator[Row]:
-    """Sweep each profile; `quick` takes the ends of both ranges, the default pair and the profile's own."""
+    """Sweep each profile, or those asked for; `quick` takes the ends of both ranges, the default pair and its own."""
     need_memory(2 * GIB)
     for name, profile in PROFILES.items():
+        if not options.wants(name):
+            continue
         figures = _swept(profile, options)
         yield from _rows(name, profile, figures)
 

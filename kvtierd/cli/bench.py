@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtierd.bench.catalogue import BENCHES, run_bench
+from kvtierd.bench.catalogue import BENCHES, PARTS, run_bench
 from kvtierd.bench.options import Options, busy_note
 from kvtierd.bench.rows import Row, as_json, as_table
 from kvtierd.core.errors import ExitCode, KvtierdError
@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the hit ratios as SVG (for trace)")
     parser.add_argument("--live", action="store_true", help="replay through a daemon, with real bytes (for trace)")
     parser.add_argument("--endpoint", default="", metavar="E", help="that daemon; without it one of its own is started")
+    parser.add_argument("--only", action="append", default=[], metavar="PART", help="a part of it (naive, sweep)")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     parser.add_argument("--quick", action="store_true", help="fewer rounds: under 40 s a bench, and noisier")
     parser.add_argument("--strict", action="store_true", help="exit 1 when a goal is missed")
@@ -53,6 +54,10 @@ def run(args: argparse.Namespace) -> int:
     if args.file is not None and not args.file.is_file():
         print(f"kvtierctl bench: {args.file} is no file", file=sys.stderr)
         return ExitCode.USAGE
+    if unknown := [part for part in args.only if part not in PARTS.get(args.name, ())]:
+        there_are = ", ".join(f"{name}: {' '.join(parts)}" for name, parts in PARTS.items())
+        print(f"kvtierctl bench: --only {unknown[0]} is no part of {args.name} ({there_are})", file=sys.stderr)
+        return ExitCode.USAGE
     if note := busy_note():
         print(f"kvtierctl bench: {note}", file=sys.stderr)
     names = list(BENCHES) if args.name == "all" else [args.name]
@@ -64,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
         plot=args.plot,
         live=args.live,
         endpoint=args.endpoint,
+        only=tuple(args.only),
     )
     rows: list[Row] = []
     failed = False

@@ -21,12 +21,13 @@ from pathlib import Path
 
 import msgspec
 
+from kvtierd.bench.catalogue import PARTS
 from kvtierd.bench.rows import Row
 from kvtierd.report.machine import describe
 from kvtierd.report.records import Record, from_stress
 
-BENCHES = ("host", "nvme", "protocol", "index", "recovery", "space", "attend", "memory", "naive", "start", "trace",
-           "peers")  # fmt: skip
+BENCHES = ("host", "nvme", "protocol", "index", "recovery", "space", "attend", "memory", "naive", "sweep", "start",
+           "trace", "peers")  # fmt: skip
 """What a report asks for by default; `trace` draws its own curves, `peers` needs peers installed."""
 CONTEXTS = ("8k", "32k", "128k", "512k", "1M")
 QUICK_CONTEXTS = ("8k", "32k", "128k")
@@ -50,16 +51,18 @@ class Wanted:
         """In order: benches, then the stress."""
         for name in self.benches:
             for trace in self.traces if name == "trace" and self.traces else [None]:
-                yield Run(name=name, trace=trace, quick=self.quick, directory=self.directory)
+                for part in PARTS.get(name, ("",)):
+                    yield Run(name=name, part=part, trace=trace, quick=self.quick, directory=self.directory)
         for tokens in self.contexts:
             yield Run(name="stress", tokens=tokens, directory=self.directory)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One command: a bench, or the stress over `tokens`."""
+    """One command: a bench, or a part of one that has parts, or the stress over `tokens`."""
 
     name: str
+    part: str = ""
     tokens: str = ""
     trace: Path | None = None
     quick: bool = False
@@ -79,7 +82,8 @@ class Run:
     def _words(self, trace: Sequence[str]) -> list[str]:
         if self.tokens:
             return ["stress", "--json", "--tokens", self.tokens, "--gpu", "32M", "--host", "128M"]
-        return ["bench", self.name, *trace, "--json", *(["--quick"] if self.quick else [])]
+        part = ["--only", self.part] if self.part else []
+        return ["bench", self.name, *trace, *part, "--json", *(["--quick"] if self.quick else [])]
 
     def _bench(self, machine: str) -> Record:
         with tempfile.TemporaryDirectory(prefix="kvtierd-report-") as folder:

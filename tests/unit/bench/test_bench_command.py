@@ -76,6 +76,13 @@ def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         run_bench("nonsense", Options())
 
 
+def test_parts_that_a_bench_has_not_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("host", "--only", "growth") == 64
+    assert "--only growth is no part of host (naive: residency whole-context growth" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="'nonsense' is no part of bench naive, which has residency"):
+        run_bench("naive", Options(only=("nonsense",)))
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtierd.bench import sweep
+from kvtierd.bench.catalogue import PARTS
 from kvtierd.bench.options import Options
 from kvtierd.bench.workload import daemon_and_client
 from kvtierd.config.profiles import PROFILES
@@ -72,3 +73,14 @@ def test_loads_read_what_they_stored_in_a_real_daemon(tmp_path: Path, monkeypatc
         for name, profile in sweep.PROFILES.items():
             assert profile.load(client, 128)() > 0, name
         assert client.stats()["onboarded_blocks"] > 0
+
+
+def test_the_parts_that_can_be_run_alone_are_the_profiles() -> None:
+    assert PARTS["sweep"] == tuple(sweep.PROFILES)
+
+
+@pytest.mark.usefixtures("_scripted")
+def test_a_part_alone_has_its_rows_only() -> None:
+    rows = list(sweep.rows(Options(only=("lossy",))))
+    assert len(rows) == 16 + 1
+    assert all(row.metric.startswith("lossy: ") for row in rows)

@@ -334,6 +334,17 @@ def test_each_trace_is_a_run_of_its_own_named_without_its_folder(tmp_path: Path,
         command.run(parsed("--trace", str(tmp_path / "c.jsonl")))
 
 
+def test_benches_that_take_minutes_are_run_part_by_part() -> None:
+    wanted = collect.Wanted(benches=["naive", "host"], contexts=["8k"], quick=True)
+    assert [run.command for run in wanted.runs()] == [
+        "kvtierctl bench naive --only residency --json --quick",
+        "kvtierctl bench naive --only whole-context --json --quick",
+        "kvtierctl bench naive --only growth --json --quick",
+        "kvtierctl bench host --json --quick",
+        "kvtierctl stress --json --tokens 8k --gpu 32M --host 128M",
+    ]
+
+
 def test_a_bench_that_takes_too_long_is_ended_and_what_it_printed_is_kept(monkeypatch) -> None:
     monkeypatch.setattr(collect, "TIMEOUT_S", 0.5)
     monkeypatch.setattr(collect.sys, "executable", "/bin/sh")
