@@ -11,7 +11,7 @@ import numpy as np
 from kvtierd.core.checksum import Bytes, Sums, block_sums
 from kvtierd.core.keys import KEY_BYTES, Keys
 from kvtierd.protocol.arena import Arena, ArenaError, MappedChunk
-from kvtierd.protocol.asking import Ask, Asking, Begun, Connect, Finish, Plan, Work, as_frame, raw
+from kvtierd.protocol.asking import Ask, Asking, Begin, Begun, Connect, Finish, Plan, Work, as_frame, raw
 from kvtierd.protocol.copying import Copier
 from kvtierd.protocol.grants import (
     Build,
@@ -191,12 +191,36 @@ class SlotPlans:
             raise ValueError(f"sums have shape {sums.shape}; {wanted} is wanted")
         sums = np.ascontiguousarray(sums, "<u8")
         reply = yield from self._commit(grant, index, sums, verify=verify, wait=wait, deadline_ns=deadline_ns)
+        self._committed(grant, index, reply)
+        return reply
+
+    def begin_commit(self, grant: Granted, index: Sequence[int], sums: Sums, deadline_ns: int) -> Plan[Begun | None]:
+        """As `commit` of blocks whose layer sums are `sums`, without waiting: `finish_commit` must follow.
+
+        None where the daemon is away, or nothing is to be committed.
+        """
+        if not index or not grant.number or (not self._connection.up and not (yield Connect(deadline_ns))):
+            return None
+        request, frames = _commit_of(grant, index, np.ascontiguousarray(sums, "<u8"), verify=False)
+        begun: Begun = yield Begin(Ask([(request, frames)], grant.session_no, deadline_ns))
+        return begun
+
+    def finish_commit(self, begun: Begun | None, grant: Granted, index: Sequence[int]) -> Plan[CommitReply]:
+        """Wait for what `begin_commit` has sent."""
+        reply = None
+        if begun is not None:
+            received = yield Finish(begun)
+            reply = self._asking.accept(received[0], CommitReply)
+        reply = reply or CommitReply(id=0, committed=0)
+        self._committed(grant, index, reply)
+        return reply
+
+    def _committed(self, grant: Granted, index: Sequence[int], reply: CommitReply) -> None:
         if reply.committed + reply.existed == len(index):
             for i in index:
                 grant.views[i] = None
         else:
             self._counters["stores_dropped_unavailable"] += len(index)
-        return reply
 
     def _commit(
         self, grant: Granted, index: Sequence[int], sums: Sums, *, verify: bool, wait: bool, deadline_ns: int
@@ -206,12 +230,7 @@ class SlotPlans:
             return nothing
         if not self._connection.up and not (yield Connect(deadline_ns)):
             return nothing
-        # All that is left needs no list: the daemon then has nothing to look up block by block.
-        whole = len(index) == sum(view is not None for view in grant.views)
-        request = Commit(
-            id=0, reservation=grant.number, index=None if whole and ascends(index) else list(index), verify=verify
-        )
-        frames = (raw(sums), raw(block_sums(sums)))
+        request, frames = _commit_of(grant, index, sums, verify=verify)
         if not wait:
             with self._connection.lock:
                 mine = grant.session_no == self._connection.session_no
@@ -284,3 +303,15 @@ class SlotPlans:
         good = min(lease.unchanged(), leading(sums, lease.sums))
         self._counters["blocks_mismatched"] += lease.count - good
         return good
+
+
+def _commit_of(
+    grant: Granted, index: Sequence[int], sums: Sums, *, verify: bool
+) -> tuple[Commit, tuple[memoryview, memoryview]]:
+    """The request and its frames."""
+    # All that is left needs no list: the daemon then has nothing to look up block by block.
+    whole = len(index) == sum(view is not None for view in grant.views)
+    request = Commit(
+        id=0, reservation=grant.number, index=None if whole and ascends(index) else list(index), verify=verify
+    )
+    return request, (raw(sums), raw(block_sums(sums)))

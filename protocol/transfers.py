@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,9 +11,9 @@ from kvtierd.core.checksum import Bytes, block_sums
 from kvtierd.core.errors import KvtierdError
 from kvtierd.core.keys import KEY_BYTES, Keys, as_keys
 from kvtierd.protocol.ahead import Leases, Reservations
-from kvtierd.protocol.asking import Asking, Plan, Work, as_frame, raw
+from kvtierd.protocol.asking import Asking, Begun, Plan, Work, as_frame, raw
 from kvtierd.protocol.copying import Copier
-from kvtierd.protocol.grants import acquire_request, leading, sums_of
+from kvtierd.protocol.grants import Granted, acquire_request, leading, sums_of
 from kvtierd.protocol.messages import SLOT_EXISTS, Get, GetReply, Put, PutReply
 from kvtierd.protocol.queries import Queries
 from kvtierd.protocol.results import NO_MASKS, Codecs, Fetched, Masks, NamespaceHandle, Stored, join_codecs
@@ -21,6 +22,16 @@ from kvtierd.protocol.slots import SlotPlans
 PIECE_BYTES = 64 << 20
 """Most bytes of one Acquire or Reserve inside fetch and store: a prefix of any length passes in such pieces, the next
 one asked for while one is copied."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Piece:
+    """A piece of a store: what was granted, how many of its blocks existed, and the commit that is on its way."""
+
+    grant: Granted = dataclasses.field(default_factory=lambda: Granted(0, 0, NO_MASKS, []))
+    existed: int = 0
+    index: list[int] = dataclasses.field(default_factory=list)
+    begun: Begun | None = None
 
 
 class Transfers:
@@ -36,58 +47,93 @@ class Transfers:
 
     def store(self, handle: NamespaceHandle, keys: Keys, blocks: Sequence[Bytes], deadline_ns: int) -> Plan[Stored]:
         """Store packed blocks, through the arena where there is one."""
-        stored = existed = 0
-        total = len(blocks)
         flat = as_keys(keys)
         arena = yield from self._slots.has_arena(deadline_ns)
-        step = self._blocks_a_piece(handle, arena=arena)
-        ahead = Reservations(self._slots, handle, flat, step) if arena else None
-        try:
-            for begin in range(0, total, step):
-                part = slice(begin, begin + step)
-                if ahead is not None:
-                    done = yield from self._store_arena(ahead, handle, blocks[part], deadline_ns)
-                else:
-                    parent = flat[begin - 1].tobytes() if begin else b""
-                    done = yield from self._put(handle, flat[part], blocks[part], parent, deadline_ns)
-                if done is None:
-                    break
-                stored += done[0]
-                existed += done[1]
-        except BaseException:
-            if ahead is not None:
-                ahead.let_go()
-            raise
-        if ahead is not None:
-            yield from ahead.drop()
-        dropped = total - stored - existed
+        step = self._blocks_a_piece(handle, len(blocks), arena=arena)
+        if arena:
+            stored, existed = yield from self._store_arena(handle, flat, blocks, step, deadline_ns)
+        else:
+            stored, existed = yield from self._store_frames(handle, flat, blocks, step, deadline_ns)
+        dropped = len(blocks) - stored - existed
         self._counters["blocks_dropped"] += dropped
         return Stored(stored, existed, dropped)
 
-    def _blocks_a_piece(self, handle: NamespaceHandle, *, arena: bool) -> int:
-        limit = PIECE_BYTES if arena else self._connection.max_message_bytes - (1 << 20)
+    def _blocks_a_piece(self, handle: NamespaceHandle, total: int, *, arena: bool) -> int:
+        """Pieces of the arena are as even as can be: a last one of a few blocks would cost a round trip of its own."""
+        if arena:
+            most = max(1, min(self._connection.max_batch, PIECE_BYTES // handle.geometry.slot_bytes))
+            return max(1, -(-total // max(1, -(-total // most))))
+        limit = self._connection.max_message_bytes - (1 << 20)
         each = handle.geometry.slot_bytes + KEY_BYTES + 8 * (handle.geometry.layers + 1)
         return max(1, min(self._connection.max_batch, limit // each))
 
     def _store_arena(
-        self, ahead: Reservations, handle: NamespaceHandle, blocks: Sequence[Bytes], deadline_ns: int
-    ) -> Plan[tuple[int, int] | None]:
-        grant = yield from ahead.take(deadline_ns)
-        assert grant is not None, "there is a reservation for each piece"
-        existed = int(np.count_nonzero(grant.status == SLOT_EXISTS))
-        if not grant.number:
-            return (0, existed) if existed else None
+        self, handle: NamespaceHandle, keys: Keys, blocks: Sequence[Bytes], step: int, deadline_ns: int
+    ) -> Plan[tuple[int, int]]:
+        """How many blocks were stored and how many existed. A piece is committed while the next one is copied."""
+        ahead, before = Reservations(self._slots, handle, keys, step), _Piece()
+        stored = existed = 0
         try:
-            index = [i for i, view in enumerate(grant.views) if view is not None]
-            views = [view for view in grant.views if view is not None]
-            mine = [blocks[i] for i in index]
-            sums = yield Work(lambda: self._copier.fill(mine, views, handle.geometry))
-            reply = yield from self._slots.commit(
-                grant, handle, index, sums, verify=False, wait=True, deadline_ns=deadline_ns
-            )
+            for begin in range(0, len(blocks), step):
+                grant = yield from ahead.take(deadline_ns)
+                assert grant is not None, "there is a reservation for each piece"
+                piece = _Piece(grant, int(np.count_nonzero(grant.status == SLOT_EXISTS)))
+                try:
+                    yield from self._fill(piece, handle, blocks[begin : begin + step], deadline_ns)
+                    done, before = (yield from self._settle(before)), piece
+                except BaseException:
+                    self._give_back(piece)
+                    raise
+                stored, existed = stored + done[0], existed + done[1]
+                if not grant.number and not piece.existed:
+                    break
+            done = yield from self._settle(before)
+            yield from ahead.drop()
+        except BaseException:
+            self._give_back(before)
+            ahead.let_go()
+            raise
+        return stored + done[0], existed + done[1]
+
+    def _fill(self, piece: _Piece, handle: NamespaceHandle, blocks: Sequence[Bytes], deadline_ns: int) -> Plan[None]:
+        """Copy a piece into the slots that were granted, and hand it over."""
+        grant = piece.grant
+        if not grant.number:
+            return
+        piece.index = [i for i, view in enumerate(grant.views) if view is not None]
+        views = [view for view in grant.views if view is not None]
+        mine = [blocks[i] for i in piece.index]
+        sums = yield Work(lambda: self._copier.fill(mine, views, handle.geometry))
+        piece.begun = yield from self._slots.begin_commit(grant, piece.index, sums, deadline_ns)
+
+    def _settle(self, piece: _Piece) -> Plan[tuple[int, int]]:
+        """Wait for what was handed over, and give back what was not taken: blocks that are stored, and that existed."""
+        if not piece.grant.number:
+            return 0, piece.existed
+        begun, piece.begun = piece.begun, None
+        try:
+            reply = yield from self._slots.finish_commit(begun, piece.grant, piece.index)
         finally:
-            self._slots.give_back(grant)
-        return reply.committed, existed + reply.existed
+            self._slots.give_back(piece.grant)
+        return reply.committed, piece.existed + reply.existed
+
+    def _give_back(self, piece: _Piece) -> None:
+        if piece.begun is not None:
+            self._asking.let_go(piece.begun)
+        self._slots.give_back(piece.grant)
+
+    def _store_frames(
+        self, handle: NamespaceHandle, keys: Keys, blocks: Sequence[Bytes], step: int, deadline_ns: int
+    ) -> Plan[tuple[int, int]]:
+        stored = existed = 0
+        for begin in range(0, len(blocks), step):
+            part = slice(begin, begin + step)
+            parent = keys[begin - 1].tobytes() if begin else b""
+            done = yield from self._put(handle, keys[part], blocks[part], parent, deadline_ns)
+            if done is None:
+                break
+            stored, existed = stored + done[0], existed + done[1]
+        return stored, existed
 
     def _put(
         self, handle: NamespaceHandle, keys: Keys, blocks: Sequence[Bytes], parent: bytes, deadline_ns: int
@@ -109,7 +155,7 @@ class Transfers:
         """Fetch the leading run, through the arena where there is one."""
         flat = as_keys(keys)
         arena = yield from self._slots.has_arena(deadline_ns)
-        step = self._blocks_a_piece(handle, arena=arena)
+        step = self._blocks_a_piece(handle, len(flat), arena=arena)
         if out is None and len(flat) > step:  # memory for all pieces at once, and no more than it takes
             hit = yield from self._queries.lookup((handle,), (flat,), deadline_ns)
             flat = flat[: hit.count]
