@@ -29,6 +29,7 @@ import numpy.typing as npt
 from kvtierd.core.checksum import Bytes
 from kvtierd.core.units import align_up
 from kvtierd.protocol.mapping import HUGE_PAGE_BYTES, SharedMapping
+from kvtierd.storage.punch import punch
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _SEAL_FUTURE_WRITE: Final = 0x10  # F_SEAL_FUTURE_WRITE, Linux 5.1; the fcntl module has no name for it
@@ -60,6 +61,19 @@ class Chunk:
         self.chunk_bytes = chunk_bytes
         self.data_fd = fd
         self.memory: Bytes = np.asarray(mapping)
+
+    def discard(self) -> None:
+        """Give the memory back to the kernel now, whoever maps it: they read zeros from here on. And let go of it.
+
+        A client that asks for nothing does not hear that it should unmap, and its mapping would keep the memory beyond
+        the tier's capacity. Reading zeros harms nobody: no slot of the chunk is held, and generations have moved on.
+        Not for the loop: it takes some milliseconds.
+        """
+        try:
+            punch(self.data_fd, 0, self.chunk_bytes)
+        except OSError as error:
+            log.warning("chunk %d stays in memory until its clients unmap it: %s", self.number, error.strerror or error)
+        self.close()
 
     def close(self) -> None:
         """Let go of the memory; clients that still map it keep it alive until they unmap."""

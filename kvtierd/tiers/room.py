@@ -53,6 +53,8 @@ class Room:
         """Watermarks by tier."""
         self._active: dict[tuple[str, int], bool] = {}
         self._growth: asyncio.Task[None] | None = None
+        self._leaving: list[Chunk] = []
+        """Chunks whose memory is to be given back before there is any for others."""
         self._moved_at = -1
         self._chunk_added = asyncio.Event()
         self.pinning = Pinning(copies.gpu, workers)
@@ -140,6 +142,8 @@ class Room:
         if self._growth is not None:
             self._growth.cancel()
             await asyncio.gather(self._growth, return_exceptions=True)
+        while self._leaving:
+            self._leaving.pop().close()
 
     def keep_watermarks(self) -> None:
         """Evict from tiers over their watermark; call it every so often. Only copies that exist elsewhere go."""
@@ -182,7 +186,10 @@ class Room:
         host = self.copies.host
         for chunk in host.chunks():
             self.pinning.came(chunk)
-        while host.missing:
+        while host.missing or self._leaving:
+            if self._leaving:
+                await self._workers.run(self._leaving.pop().discard)
+                continue
             number = host.new_number()
             try:
                 chunk = await self._workers.run(functools.partial(Chunk, number, host.chunk_bytes))
@@ -231,7 +238,7 @@ class Room:
         chunk = host.drop(slab)
         self.chunk_gone(chunk.number)
         self.pinning.gone(chunk)
-        chunk.close()
+        self._leaving.append(chunk)
         self.grow()
 
     def _empty_gpu_slab(self, slab: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import numpy as np
 import pytest
@@ -267,7 +268,13 @@ def test_models_of_different_block_sizes_share_the_budget():
         space = Namespace(model="big", geometry=big)
         other = await rig.register(session, space)
         keys = make_keys(3, namespace=space)
+        theirs = [os.dup(chunk.data_fd) for chunk in rig.manager.copies.host.chunks()]
         assert await rig.store(session, other, keys, big) == 3, "the first store waits for the chunk that it is given"
+        assert sorted(os.fstat(fd).st_blocks > 0 for fd in theirs) == [False, *([True] * (len(theirs) - 1))], (
+            "clients that have mapped the old chunk do not keep its memory"
+        )
+        for fd in theirs:
+            os.close(fd)
         assert await rig.lookup(session, other, keys) == 3
         assert rig.manager.copies.counters["host_chunks_moved"] == 1
         assert await rig.store(session, ns, make_keys(5, start=8)) == 5
