@@ -49,17 +49,27 @@ class BlockCodec:
         self._form = (form_of(self.layout, self._element.itemsize), *parts_of(geometry))
         self._encode, self._decode = _ENCODERS[geometry.dtype], _DECODERS[geometry.dtype]
 
-    def encode(self, block: Bytes, target: Bytes, first_layer: int = 0, end_layer: int | None = None) -> None:
+    def encode(
+        self,
+        block: Bytes,
+        target: Bytes,
+        first_layer: int = 0,
+        end_layer: int | None = None,
+        *,
+        past_caches: bool = False,
+    ) -> None:
         """Encode layers of a block into its FP8 form, scales, errors and padding included.
 
         `block` is [geometry.slot_bytes] uint8, `target` [layout.slot_bytes]; they must not overlap. ValueError where a
-        size is another or the layers are not within the block.
+        size is another or the layers are not within the block. `past_caches` writes codes of bf16 to memory without
+        bringing them into the caches (where target and runs lie on whole cache lines): a seventh faster where the
+        target is not in a cache, for callers who do not read it soon. Whoever hashes it next is a quarter faster with
+        it in the cache.
         """
         self._check(block, target)
         first, end = self._layers(first_layer, end_layer)
-        self._encode(
-            block.view(self._element), target, target.view(np.float32), first, end, *self._form, kernels.CHOOSE
-        )
+        what = (block.view(self._element), target, target.view(np.float32), first, end)
+        self._encode(*what, *self._form, kernels.CHOOSE, past_caches)
 
     def decode(self, encoded: Bytes, target: Bytes, first_layer: int = 0, end_layer: int | None = None) -> None:
         """Decode layers of the FP8 form into the exact form's place; the padding becomes zero.

@@ -218,6 +218,7 @@ def _encode(  # type: ignore[no-untyped-def]
     run_stride,
     given,
     ahead,
+    past,
 ):
     _, infinity = _masks(kind)
     lanes = _lines(groups)
@@ -225,7 +226,7 @@ def _encode(  # type: ignore[no-untyped-def]
     factors = np.empty(groups, np.float32)
     ways, has_infinity = np.zeros(groups, np.uint8), np.zeros(groups, np.bool_)
     lines = codes.ctypes.data % _LINE_BYTES + length % _LINE_BYTES + group_stride % _LINE_BYTES
-    stream = lines + run_stride % _LINE_BYTES == 0
+    stream = past and lines + run_stride % _LINE_BYTES == 0
     _find_largest(kind, source, groups, runs, length, group_stride, run_stride, lanes, largest)
     for group in range(groups):
         finite = largest[group] < infinity
@@ -257,7 +258,7 @@ def _encode(  # type: ignore[no-untyped-def]
 
 
 @helper
-def _encode_layers(kind, source, target, floats, first, end, form, k, v, given):  # type: ignore[no-untyped-def]
+def _encode_layers(kind, source, target, floats, first, end, form, k, v, given, past):  # type: ignore[no-untyped-def]
     for layer in range(first, end):
         begin, code_begin = layer * form.element_stride, layer * form.code_stride
         scales = code_begin // 4 + form.scales
@@ -277,25 +278,27 @@ def _encode_layers(kind, source, target, floats, first, end, form, k, v, given):
                     floats[columns + form.groups : columns + form.groups + part.groups],
                     floats[columns + 2 * form.groups : columns + 2 * form.groups + part.groups],
                     part.groups, part.runs, part.length, part.group_stride, part.run_stride, given, near,
+                    past,
                 )  # fmt: skip
 
 
-@compiled(types.void(U2, U1, F4, *LAYERS, FORM, PART, PART, types.int64))
-def encode_bf16(source, target, floats, first, end, form, k, v, given):  # type: ignore[no-untyped-def]
+@compiled(types.void(U2, U1, F4, *LAYERS, FORM, PART, PART, types.int64, types.boolean))
+def encode_bf16(source, target, floats, first, end, form, k, v, given, past):  # type: ignore[no-untyped-def]
     """Encode layers first..end of a block of bf16; `floats` is the target as float32.
 
-    `given` is the exponent of the scale of every group, or CHOOSE. A latent form has a V of no elements.
+    `given` is the exponent of the scale of every group, or CHOOSE. `past`: codes may be written past the caches. A
+    latent form has a V of no elements.
     """
-    _encode_layers(BF16, source, target, floats, first, end, form, k, v, given)
+    _encode_layers(BF16, source, target, floats, first, end, form, k, v, given, past)
 
 
-@compiled(types.void(U2, U1, F4, *LAYERS, FORM, PART, PART, types.int64))
-def encode_fp16(source, target, floats, first, end, form, k, v, given):  # type: ignore[no-untyped-def]
+@compiled(types.void(U2, U1, F4, *LAYERS, FORM, PART, PART, types.int64, types.boolean))
+def encode_fp16(source, target, floats, first, end, form, k, v, given, past):  # type: ignore[no-untyped-def]
     """Encode layers of a block of fp16."""
-    _encode_layers(FP16, source, target, floats, first, end, form, k, v, given)
+    _encode_layers(FP16, source, target, floats, first, end, form, k, v, given, past)
 
 
-@compiled(types.void(U4, U1, F4, *LAYERS, FORM, PART, PART, types.int64))
-def encode_fp32(source, target, floats, first, end, form, k, v, given):  # type: ignore[no-untyped-def]
+@compiled(types.void(U4, U1, F4, *LAYERS, FORM, PART, PART, types.int64, types.boolean))
+def encode_fp32(source, target, floats, first, end, form, k, v, given, past):  # type: ignore[no-untyped-def]
     """Encode layers of a block of fp32."""
-    _encode_layers(FP32, source, target, floats, first, end, form, k, v, given)
+    _encode_layers(FP32, source, target, floats, first, end, form, k, v, given, past)

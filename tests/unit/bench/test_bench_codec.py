@@ -22,7 +22,7 @@ def test_without_torch_the_bench_says_what_to_install(monkeypatch: pytest.Monkey
 def test_every_block_of_the_bench_goes_to_fp8_and_back() -> None:
     blocks, threads = codec.Blocks(3), Threads(2)
     try:
-        blocks.encode(threads)
+        blocks.encode_apart(threads)
         blocks.decode(threads)
         decoded = blocks.back.copy()
         blocks.scatter(threads)

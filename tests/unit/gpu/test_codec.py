@@ -100,7 +100,7 @@ def aligned(count: int, beyond: int) -> Bytes:
 @pytest.mark.parametrize("layout", ["nhd", "hnd"])
 @pytest.mark.parametrize("dim", [32, 64, 96, 128])
 def test_codes_are_the_same_wherever_they_go_and_with_small_numbers_among_large_ones(dim: int, layout: str) -> None:
-    """On whole cache lines and off them, in vectors that hold only normal numbers of e4m3 and in those that do not."""
+    """On whole cache lines and off, past the caches and not, in vectors with denormal numbers of e4m3 and without."""
     geometry = Geometry(block_size=6, layers=2, kv_heads=2, k_dim=dim, v_dim=dim, layout=layout)
     block = random_block(geometry, 5)
     elements = block.view(np.uint16)
@@ -108,12 +108,12 @@ def test_codes_are_the_same_wherever_they_go_and_with_small_numbers_among_large_
     elements[few] = elements[few] & 0x807F | np.arange(few.size, dtype=np.uint16) % 30 + 100 << 7
     assert_agrees_with_the_oracle(block, geometry)
     codec = BlockCodec(geometry)
-    found = []
+    expected = encode(block, geometry)[1]
     for beyond in (0, 4, 32):
-        found.append(aligned(codec.layout.slot_bytes, beyond))
-        codec.encode(block, found[-1])
-    assert np.array_equal(found[0], found[1])
-    assert np.array_equal(found[0], found[2])
+        for past_caches in (False, True):
+            found = aligned(codec.layout.slot_bytes, beyond)
+            codec.encode(block, found, past_caches=past_caches)
+            assert np.array_equal(found, expected)
 
 
 @given(st.data())

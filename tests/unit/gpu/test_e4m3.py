@@ -46,7 +46,8 @@ def encoded(kind: str, elements: Array, exponent: int = 0) -> tuple[Array, npt.N
     """Codes of one group with a given scale, and (scale, relative L2, largest error)."""
     form, k, v = one_group(elements.size)
     target = np.full(form.code_stride, 0xEE, np.uint8)
-    _ENCODERS[kind](elements, target, target.view(np.float32), 0, 1, form, k, v, exponent)
+    past_caches = False
+    _ENCODERS[kind](elements, target, target.view(np.float32), 0, 1, form, k, v, exponent, past_caches)
     return target[: elements.size], target.view(np.float32)[form.scales : form.scales + 3]
 
 
