@@ -8,16 +8,24 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core.cgutils import get_or_insert_function
 
-from kvtierd.gpu.host_kernels.attention_vectors import BF16, F32, FP16, FP32, I8, I16, I32, I64, intrinsic, load, store
+from kvtierd.gpu.host_kernels.attention_vectors import (
+    BF16,
+    F32,
+    FP16,
+    FP32,
+    I8,
+    I16,
+    I32,
+    I64,
+    LINE_BYTES,
+    ask_for,
+    intrinsic,
+    load,
+    store,
+)
 from kvtierd.gpu.host_kernels.e4m3 import e4m3_values
 from kvtierd.index.jit import Word, helper, subroutine
-
-_declare: Callable[..., Any] = get_or_insert_function
-_READ, _SECOND_LEVEL, _DATA = 0, 2, 1
-_LINE_BYTES = 64
-
 
 E4M3_VALUES = e4m3_values()
 """float32 [256]: what each byte of e4m3 stands for."""
@@ -55,25 +63,19 @@ def put_fp32(_typing: Any, _place: Any, _value: Any) -> Any:
 
 
 @intrinsic
-def _prefetch(_typing: Any, _place: Any) -> Any:
+def _ask_for_line(_typing: Any, _place: Any) -> Any:
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], I8.as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
-        function = _declare(builder.module, kind, "llvm.prefetch.p0i8")
-        builder.call(function, [pointer, I32(_READ), I32(_SECOND_LEVEL), I32(_DATA)])
+        ask_for(builder, args[0], I64(0), LINE_BYTES)
         return context.get_dummy_value()
 
     return types.void(types.uint64), codegen
 
 
 @helper
-def ask_ahead(address: Word, count: Word) -> None:
-    """Ask for `count` bytes to come into the second-level cache; never faults.
-
-    The first level is too small for what has to be on its way: measured, it gains nothing there.
-    """
-    for byte in range(0, count, _LINE_BYTES):
-        _prefetch(address + np.uint64(byte))
+def ask_at_once(address: Word, count: Word) -> None:
+    """Ask for `count` bytes to come into the second-level cache; never faults."""
+    for byte in range(0, count, LINE_BYTES):
+        _ask_for_line(address + np.uint64(byte))
 
 
 @helper

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from kvtierd.gpu.host_kernels.attention_memory import ask_ahead, decode_rows, get_fp32
+from kvtierd.gpu.host_kernels.attention_memory import ask_at_once, decode_rows, get_fp32
 from kvtierd.gpu.host_kernels.attention_tiles import ROWS, add_values, any_nan, cap_scores, largest, score_rows, weigh
 from kvtierd.gpu.host_kernels.attention_vectors import E4M3, FP32, LANES, TOKENS
 from kvtierd.index.jit import Word, helper, subroutine
@@ -32,6 +32,7 @@ RAW_SCORE = 2.0**56
 """... and the score by this. Likewise for weights, and for the sums while a block of e4m3 adds to them."""
 RAW_SUMS = 2.0**-56
 _RAW = 2.0**-120
+_NOWHERE = np.uint64(0)
 SCALE_LIMIT = 2.0**60
 """Scales up to this, and from its inverse on, leave room for the factors above."""
 
@@ -111,28 +112,48 @@ def decoding_factor(part: Word, scale: Word) -> Word:
 
 
 @helper
-def _ask_next(ahead: Word, part: Word, token: Word, count: Word, head: Word, dim: Word, strides: Word) -> None:
-    """While `count` tokens of a head are worked on, ask for as much of what comes after this tile (0: unknown).
+def _next(ahead: Word, part: Word, token: Word, count: Word, head: Word, dim: Word, strides: Word) -> Word:
+    """Where as much as `count` tokens of a head take lies of what comes after this tile; 0 where that is unknown.
 
     If all heads share the tokens' memory without gaps, in its order; with layout hnd the same tokens and head.
     """
     token_stride, head_stride = strides
-    if ahead != 0:
-        begin = token * token_stride + (head * count * dim if head_stride == dim else head * head_stride)
-        ask_ahead(at(ahead, begin * part.width), count * dim * part.width)
+    if ahead == 0:
+        return ahead
+    begin = token * token_stride + (head * count * dim if head_stride == dim else head * head_stride)
+    return at(ahead, begin * part.width)
 
 
 @helper
-def _readable(part: Word, place: Word, stride: Word, count: Word, dim: Word, scale: Word, spare: Word) -> Word:
-    """Rows that the register tiles take: address, stride and code of these as they are, or decoded to fp32."""
+def _readable(
+    part: Word, place: Word, stride: Word, count: Word, dim: Word, scale: Word, spare: Word, clean: Word
+) -> Word:
+    """Rows that the register tiles take: address, stride and code of these as they are, or decoded to fp32.
+
+    `clean`: it is known that e4m3 holds no NaN.
+    """
     decode = not part.direct
-    if part.raw and not decode:
+    if part.raw and not decode and not clean:
         decode = any_nan(place, stride, count, dim)
     if decode:
         pad = 4 * padded(dim)
         decode_rows(part.code, part.width, place, stride, count, dim, decoding_factor(part, scale), spare, pad)
         return spare, pad, np.int64(FP32)
     return place, stride, np.int64(part.code)
+
+
+@helper
+def _asked(ahead: Word, part: Word, code: Word, place: Word, count: Word, dim: Word) -> Word:
+    """What a register tile is to ask for; its own memory, which costs nothing, where there is nothing else.
+
+    A tile of decoded rows would ask for as much as these take. For it, all is asked for here.
+    """
+    if ahead == 0:
+        return place
+    if code != part.code:
+        ask_at_once(ahead, count * dim * part.width)
+        return place
+    return ahead
 
 
 @subroutine
@@ -145,14 +166,19 @@ def score_tokens(
     token = first
     while token < last:
         count = min(TOKENS, last - token)
+        clean = False
+        if part.raw and part.direct and shape.k_head == shape.k_dim:
+            # All heads of the tokens at once: a look at each costs as much again for what it begins and ends with.
+            step, row_bytes = shape.k_token * part.width, shape.heads * shape.k_dim
+            clean = not any_nan(at(part.k, token * step), step, count, row_bytes)
         for head in range(shape.heads):
             scale = scale_of(part, head)
             factor = scale * np.float32(RAW_SCORE) if part.raw else np.float32(1.0)
             k = at(part.k, (token * shape.k_token + head * shape.k_head) * part.width)
-            if row0 == 0:
-                strides = (shape.k_token, shape.k_head)
-                _ask_next(part.k_ahead, part, token, count, head, shape.k_dim, strides)
-            k, stride, code = _readable(part, k, shape.k_token * part.width, count, shape.k_dim, scale, spare)
+            k, stride, code = _readable(part, k, shape.k_token * part.width, count, shape.k_dim, scale, spare, clean)
+            strides = (shape.k_token, shape.k_head)
+            ahead = _next(part.k_ahead, part, token, count, head, shape.k_dim, strides) if row0 == 0 else _NOWHERE
+            ahead = _asked(ahead, part, code, k, count, shape.k_dim)
             for row in range(0, rows, ROWS):
                 score_rows(
                     code,
@@ -166,6 +192,7 @@ def score_tokens(
                     factor,
                     at(scores, ((head * rows + row) * TILE + token - first) * 4),
                     4 * TILE,
+                    ahead if row == 0 else k,
                 )
         token += count
 
@@ -213,15 +240,16 @@ def add_weighted(
 ) -> Word:
     """Add the values of tokens first..last, weighted, to the sums [head, row, v_pad]."""
     all_rows, v_pad = shape.queries * shape.group, padded(shape.v_dim)
+    clean = False
     for token in range(first, last, VALUES_AT_ONCE):
         count = min(VALUES_AT_ONCE, last - token)
         for head in range(shape.heads):
             v = at(part.v, (token * shape.v_token + head * shape.v_head) * part.width)
-            if row0 == 0:
-                strides = (shape.v_token, shape.v_head)
-                _ask_next(part.v_ahead, part, token, count, head, shape.v_dim, strides)
             scale = scale_of(part, shape.v_scale + head)
-            v, stride, code = _readable(part, v, shape.v_token * part.width, count, shape.v_dim, scale, spare)
+            v, stride, code = _readable(part, v, shape.v_token * part.width, count, shape.v_dim, scale, spare, clean)
+            strides = (shape.v_token, shape.v_head)
+            ahead = _next(part.v_ahead, part, token, count, head, shape.v_dim, strides) if row0 == 0 else _NOWHERE
+            ahead = _asked(ahead, part, code, v, count, shape.v_dim)
             for row in range(0, rows, ROWS):
                 add_values(
                     code,
@@ -234,6 +262,7 @@ def add_weighted(
                     count,
                     at(sums, (head * all_rows + row0 + row) * v_pad * 4),
                     4 * v_pad,
+                    ahead if row == 0 else v,
                 )
 
 

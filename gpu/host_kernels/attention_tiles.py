@@ -22,6 +22,7 @@ from kvtierd.gpu.host_kernels.attention_vectors import (
     INTS,
     LANES,
     TOKENS,
+    ask_for,
     constant,
     counted_loop,
     fma,
@@ -67,12 +68,13 @@ _SMALLEST = -126.0
 @intrinsic
 def score_rows(
     _typing: Any, code: Any, rows: Any, tokens: Any, k: Any, k_stride: Any, q: Any, q_stride: Any, steps: Any,
-    factor: Any, scores: Any, score_stride: Any,
+    factor: Any, scores: Any, score_stride: Any, ahead: Any,
 ) -> Any:  # fmt: skip
     """Dot products of `rows` query vectors (fp32) with `tokens` K vectors of `steps` * LANES elements, times factor.
 
     rows is 1..ROWS, tokens 1..TOKENS. The score of row r and token t is stored at scores + r * score_stride + 4 * t;
-    TOKENS of a row are always stored, those beyond `tokens` being repetitions of the last.
+    TOKENS of a row are always stored, those beyond `tokens` being repetitions of the last. As many bytes as the tile
+    reads are asked for from `ahead` on, some with every step: all at once, they would be in the way of the tile's own.
     """
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -88,17 +90,20 @@ def score_rows(
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.uint64, types.int64, types.uint64, types.int64,
-                      types.int64, types.float32, types.uint64, types.int64), codegen  # fmt: skip
+                      types.int64, types.float32, types.uint64, types.int64, types.uint64), codegen  # fmt: skip
 
 
 def _score_tile(builder: Any, code: int, height: int, args: Any) -> None:
-    tokens, k_base, k_step, q_base, q_step, count, scale, out, out_step = args
+    tokens, k_base, k_step, q_base, q_step, count, scale, out, out_step, ahead = args
     width, last = TOKENS, builder.sub(tokens, I64(1))
     places = [builder.select(builder.icmp_signed("<", last, I64(t)), last, I64(t)) for t in range(width)]
     k_rows = [builder.add(k_base, builder.mul(k_step, place)) for place in places]
     q_rows = [builder.add(q_base, builder.mul(q_step, I64(r))) for r in range(height)]
 
+    bytes_a_step = width * LANES * ELEMENT_BYTES[code]
+
     def body(index: Any, sums: Any) -> list[Any]:
+        ask_for(builder, ahead, builder.mul(index, I64(bytes_a_step)), bytes_a_step)
         at_k = builder.mul(index, I64(LANES * ELEMENT_BYTES[code]))
         at_q = builder.mul(index, I64(LANES * 4))
         keys = [load_floats(builder, code, row, at_k) for row in k_rows]
@@ -116,15 +121,16 @@ def _score_tile(builder: Any, code: int, height: int, args: Any) -> None:
 @intrinsic
 def add_values(
     _typing: Any, code: Any, rows: Any, v: Any, v_stride: Any, steps: Any, weights: Any, weight_stride: Any,
-    tokens: Any, sums: Any, sum_stride: Any,
+    tokens: Any, sums: Any, sum_stride: Any, ahead: Any,
 ) -> Any:  # fmt: skip
     """Add `tokens` V vectors of `steps` * LANES elements, weighted for each of `rows` rows (1..ROWS), to fp32 sums.
 
-    The weight of row r and token t is at weights + r * weight_stride + 4 * t.
+    The weight of row r and token t is at weights + r * weight_stride + 4 * t. What lies `ahead` is asked for as by
+    `score_rows`.
     """
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        kind, height, v_base, v_step, steps_in, weight_base, weight_step, count, out, out_step = args
+        kind, height, v_base, v_step, steps_in, weight_base, weight_step, count, out, out_step, ahead = args
         wide = builder.udiv(steps_in, I64(VECTORS))
         narrow = builder.urem(steps_in, I64(VECTORS))
         tail = builder.mul(wide, I64(VECTORS))
@@ -136,7 +142,9 @@ def add_values(
                     step = builder.add(first, builder.mul(index, I64(width)))
                     values = builder.add(v_base, builder.mul(step, I64(LANES * ELEMENT_BYTES[c])))
                     target = builder.add(out, builder.mul(step, I64(LANES * 4)))
-                    rest = (values, v_step, weight_base, weight_step, count, target, out_step)
+                    before = builder.mul(step, builder.mul(count, I64(LANES * ELEMENT_BYTES[c])))
+                    next_bytes = builder.add(ahead, before)
+                    rest = (values, v_step, weight_base, weight_step, count, target, out_step, next_bytes)
                     _value_tile(builder, (c, r, width), rest)
                     return []
 
@@ -149,18 +157,20 @@ def add_values(
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.uint64, types.int64, types.int64, types.uint64, types.int64,
-                      types.int64, types.uint64, types.int64), codegen  # fmt: skip
+                      types.int64, types.uint64, types.int64, types.uint64), codegen  # fmt: skip
 
 
 def _value_tile(builder: Any, tile: tuple[int, int, int], args: Any) -> None:
     code, height, width = tile
-    v_base, v_step, weight_base, weight_step, count, out, out_step = args
+    v_base, v_step, weight_base, weight_step, count, out, out_step, ahead = args
+    bytes_a_token = width * LANES * ELEMENT_BYTES[code]
     weight_rows = [builder.add(weight_base, builder.mul(weight_step, I64(r))) for r in range(height)]
     places = [(builder.mul(out_step, I64(r)), j) for r in range(height) for j in range(width)]
     offsets = [builder.add(row, I64(j * LANES * 4)) for row, j in places]
     before = [load(builder, out, offset, FLOATS) for offset in offsets]
 
     def body(index: Any, totals: Any) -> list[Any]:
+        ask_for(builder, ahead, builder.mul(index, I64(bytes_a_token)), bytes_a_token)
         row = builder.mul(index, v_step)
         at_weight = builder.mul(index, I64(4))
         at = [builder.add(row, I64(j * LANES * ELEMENT_BYTES[code])) for j in range(width)]
