@@ -46,7 +46,8 @@ def test_the_quick_form_passes_and_says_so(tmp_path: Path) -> None:
     assert report["tokens"] == 131_072
     assert report["counts"]["verify"]["blocks"] == 1024
     assert report["counts"]["sample"]["missing"] == report["counts"]["verify"]["wrong"] == 0
-    assert report["counts"]["attends_checked"] == 8
+    steps, layers, contexts = 2, 2, 1 + 8
+    assert report["counts"]["attends_checked"] == steps * layers * contexts
     assert 0 < report["figures"]["memory_peak"] <= report["figures"]["memory_budget"]
     metrics = [row["metric"] for row in report["rows"]]
     assert any("decode step" in metric for metric in metrics)
