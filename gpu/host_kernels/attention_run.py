@@ -32,6 +32,8 @@ RAW_SCORE = 2.0**56
 """... and the score by this. Likewise for weights, and for the sums while a block of e4m3 adds to them."""
 RAW_SUMS = 2.0**-56
 _RAW = 2.0**-120
+_SCAN_BYTES = 128
+"""What one step of `any_nan` looks at."""
 _NOWHERE = np.uint64(0)
 SCALE_LIMIT = 2.0**60
 """Scales up to this, and from its inverse on, leave room for the factors above."""
@@ -156,6 +158,15 @@ def _asked(ahead: Word, part: Word, code: Word, place: Word, count: Word, dim: W
     return ahead
 
 
+@helper
+def _any_nan_of_tokens(place: Word, stride: Word, count: Word, shape: Word) -> Word:
+    """Whether the K of any head of `count` tokens holds e4m3's NaN; heads have no gaps between them."""
+    row_bytes = shape.heads * shape.k_dim
+    if stride == row_bytes and row_bytes % _SCAN_BYTES == 0:
+        return any_nan(place, _SCAN_BYTES, count * (row_bytes // _SCAN_BYTES), _SCAN_BYTES)
+    return any_nan(place, stride, count, row_bytes)
+
+
 @subroutine
 def score_tokens(
     shape: Word, part: Word, first: Word, last: Word, row0: Word, rows: Word, q: Word, spare: Word, scores: Word
@@ -169,8 +180,7 @@ def score_tokens(
         clean = False
         if part.raw and part.direct and shape.k_head == shape.k_dim:
             # All heads of the tokens at once: a look at each costs as much again for what it begins and ends with.
-            step, row_bytes = shape.k_token * part.width, shape.heads * shape.k_dim
-            clean = not any_nan(at(part.k, token * step), step, count, row_bytes)
+            clean = not _any_nan_of_tokens(at(part.k, token * shape.k_token), shape.k_token, count, shape)
         for head in range(shape.heads):
             scale = scale_of(part, head)
             factor = scale * np.float32(RAW_SCORE) if part.raw else np.float32(1.0)

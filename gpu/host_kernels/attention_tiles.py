@@ -7,6 +7,7 @@ strides are in bytes. Each combination of dtype, rows and tokens is code of its 
 # ruff: noqa: ARG001 - Numba gives an intrinsic the types of its arguments, and the names are for whoever reads it.
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from llvmlite import ir
@@ -184,31 +185,39 @@ def _value_tile(builder: Any, tile: tuple[int, int, int], args: Any) -> None:
 
 @intrinsic
 def any_nan(_typing: Any, codes: Any, stride: Any, rows: Any, count: Any) -> Any:
-    """Whether any of `rows` rows of `count` e4m3 bytes holds a NaN; count is a multiple of LANES."""
+    """Whether any of `rows` rows of `count` e4m3 bytes holds a NaN; count is a multiple of LANES.
+
+    Strip by strip, all rows of one before the next: rows are short and many, and a loop over each would cost more than
+    what it looks at.
+    """
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         base, step, height, width = args
-        wide = builder.udiv(width, I64(_BYTES_AT_ONCE))
-        narrow = builder.udiv(builder.urem(width, I64(_BYTES_AT_ONCE)), I64(LANES))
-        tail = builder.mul(wide, I64(_BYTES_AT_ONCE))
+        pair = 2 * _BYTES_AT_ONCE
 
-        def row_body(row: Any, found: Any) -> list[Any]:
-            start = builder.add(base, builder.mul(row, step))
+        def sweep(first: Any, last: Any, lanes: int, loads: int) -> list[Any]:
+            kind = ir.VectorType(I8, lanes)
 
-            def scan(lanes: int, offset: Any) -> Any:
-                def body(index: Any, seen: Any) -> list[Any]:
-                    at = builder.add(offset, builder.mul(index, I64(lanes)))
-                    return [most_e4m3(builder, load(builder, start, at, ir.VectorType(I8, lanes)), seen[0])]
+            def strip(index: Any, found: Any) -> list[Any]:
+                start = builder.add(base, builder.add(first, builder.mul(index, I64(lanes * loads))))
 
-                return body
+                def look(row: Any, most: Any) -> list[Any]:
+                    at = builder.mul(row, step)
+                    places = [builder.add(at, I64(j * lanes)) for j in range(loads)]
+                    codes = [load(builder, start, place, kind) for place in places]
+                    return [most_e4m3(builder, code, seen) for code, seen in zip(codes, most, strict=True)]
 
-            first = counted_loop(builder, wide, [found[0]], scan(_BYTES_AT_ONCE, I64(0)))
-            second = counted_loop(builder, narrow, [found[1]], scan(LANES, tail))
-            return [first[0], second[0]]
+                return counted_loop(builder, height, found, look)
 
-        none = [ir.Constant(ir.VectorType(I8, lanes), [0] * lanes) for lanes in (_BYTES_AT_ONCE, LANES)]
-        seen = counted_loop(builder, height, none, row_body)
-        return builder.or_(*(holds_e4m3_nan(builder, most) for most in seen))
+            count = builder.udiv(builder.sub(last, first), I64(lanes * loads))
+            return counted_loop(builder, count, [ir.Constant(kind, [0] * lanes)] * loads, strip)
+
+        whole = builder.and_(width, I64(-pair))
+        half = builder.and_(width, I64(-_BYTES_AT_ONCE))
+        seen = sweep(I64(0), whole, _BYTES_AT_ONCE, 2)
+        seen += sweep(whole, half, _BYTES_AT_ONCE, 1)
+        seen += sweep(half, width, LANES, 1)
+        return functools.reduce(builder.or_, (holds_e4m3_nan(builder, most) for most in seen))
 
     return types.boolean(types.uint64, types.int64, types.int64, types.int64), codegen
 
