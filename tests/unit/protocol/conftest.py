@@ -16,6 +16,7 @@ from kvtierd.core.geometry import Geometry
 from kvtierd.core.keys import Keys, block_keys
 from kvtierd.core.namespace import Namespace
 from kvtierd.protocol.client import Client
+from kvtierd.protocol.connection import Unavailable
 from kvtierd.protocol.messages import AnyRequest
 from kvtierd.protocol.service import Session
 from kvtierd.testing.fake_daemon import ThreadDaemon
@@ -62,8 +63,19 @@ def connect(daemon: ThreadDaemon) -> Iterator[Callable[..., Client]]:
 
 @pytest.fixture(params=["arena", "frames"])
 def client(request: pytest.FixtureRequest, connect: Callable[..., Client]) -> Client:
-    """A client each way that blocks can travel."""
-    return connect(arena=request.param == "arena")
+    """A client each way that blocks can travel, which has found the daemon.
+
+    A client's first call waits a tenth of a second for a daemon that it cannot reach, and then goes on without one. On
+    a machine with much else to do that is soon over.
+    """
+    made = connect(arena=request.param == "arena")
+    give_up_s = time.monotonic() + 30
+    while True:
+        try:
+            made.ping()
+            return made
+        except Unavailable:
+            assert time.monotonic() < give_up_s, "the daemon was not found in 30 s"
 
 
 @pytest.fixture(params=["padded", "even"])
