@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.core.errors import StorageError
+from kvtierd.core.stored_form import choose_codec, form_of
 from kvtierd.core.units import MIB
 from kvtierd.storage.layout import block_header_bytes
 from kvtierd.tiers.attend_places import Codecs, Fidelity, Numbers
@@ -231,17 +232,23 @@ class Stream:
     def _batches(self, numbers: Numbers) -> list[Numbers]:
         """Cut blocks into jobs: of a fair size, the last ones smaller and smaller, never more than a quarter of the
         ring, nor more than their tenant may have under way."""
-        size = self.part_bytes
-        most = max(1, min(JOB_BYTES, self._ring.size_bytes // 4) // size)
+        read = self._least_part_bytes()
+        most = max(1, min(JOB_BYTES // read, self._ring.size_bytes // 4 // self.part_bytes))
         headers = max(1, HEADERS_MAX_BYTES // block_header_bytes(self.sequence.entry.geometry.layers))
         most = min(most, headers, self._line.most(self._tenant) or most)
-        least = max(1, SMALL_JOB_BYTES // size)
+        least = max(1, SMALL_JOB_BYTES // read)
         found, at = [], 0
         while at < numbers.size:
             fair = max(least, (numbers.size - at) // (LAST_JOBS * self._depth.devices))
             found.append(numbers[at : at + min(most, fair)])
             at += found[-1].size
         return found
+
+    def _least_part_bytes(self) -> int:
+        """What a part takes where it is compressed, if it may be: a job is to be as much work for the disk then too."""
+        geometry = self.sequence.entry.geometry
+        codec = choose_codec(geometry, lossy=self.sequence.entry.allow_loss)
+        return form_of(geometry, codec).layer_stride
 
     async def _next(self) -> None:
         """Begin the first of what is left, when its tenant may have it read and there is room for it."""
