@@ -147,7 +147,7 @@ class Stream:
         """Begin what there is free room for, as long as fewer jobs are on their way."""
         while self._todo and len(self._flying) < jobs:
             numbers = self._todo[0]
-            counted = self._in_nvme(self.sequence, numbers, self.fidelity)
+            counted = self._counted(numbers)
             if not self._line.try_enter(self._tenant, counted):
                 return
             offset = self._ring.try_take(numbers.size * self.part_bytes)
@@ -244,6 +244,10 @@ class Stream:
             at += found[-1].size
         return found
 
+    def _counted(self, numbers: Numbers) -> int:
+        """How many of these count as on their way from nvme: where their tenant has no limit, nobody asks."""
+        return 0 if self._line.most(self._tenant) is None else self._in_nvme(self.sequence, numbers, self.fidelity)
+
     def _least_part_bytes(self) -> int:
         """What a part takes where it is compressed, if it may be: a job is to be as much work for the disk then too."""
         geometry = self.sequence.entry.geometry
@@ -253,7 +257,7 @@ class Stream:
     async def _next(self) -> None:
         """Begin the first of what is left, when its tenant may have it read and there is room for it."""
         numbers, size = self._todo[0], self._todo[0].size * self.part_bytes
-        counted = self._in_nvme(self.sequence, numbers, self.fidelity)
+        counted = self._counted(numbers)
         await self._line.enter(self._tenant, counted)
         try:
             offset = await self._ring.take(size)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtierd.core.errors import ErrorCode, RequestError
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.keys import Keys, block_keys
 from kvtierd.core.namespace import Namespace
@@ -81,6 +82,21 @@ def client(request: pytest.FixtureRequest, connect: Callable[..., Client]) -> Cl
 @pytest.fixture(params=["padded", "even"])
 def namespace(request: pytest.FixtureRequest) -> Namespace:
     return Namespace(model="m", geometry=PADDED if request.param == "padded" else EVEN)
+
+
+def refuse_second(kind: type[AnyRequest]) -> Callable[[Session, AnyRequest], None]:
+    """What a fake service does `before` it answers: it refuses the second request of a kind."""
+    seen = 0
+
+    def before(session: Session, request: AnyRequest) -> None:
+        nonlocal seen
+        del session
+        if isinstance(request, kind):
+            seen += 1
+            if seen == 2:
+                raise RequestError(ErrorCode.TOO_LARGE, "no")
+
+    return before
 
 
 def keys_of(namespace: Namespace, count: int, first_token: int = 0) -> Keys:

@@ -18,7 +18,7 @@ from kvtierd.protocol.holds import Reservation
 from kvtierd.protocol.messages import SLOT_BUSY, SLOT_EXISTS, AnyRequest, Commit, Reserve
 from kvtierd.protocol.service import Session
 from kvtierd.testing.fake_daemon import ThreadDaemon
-from tests.unit.protocol.conftest import EVEN, blocks_of, keys_of, until
+from tests.unit.protocol.conftest import EVEN, blocks_of, keys_of, refuse_second, until
 
 SPACE = Namespace(model="m", geometry=EVEN)
 
@@ -203,17 +203,7 @@ def test_a_batch_tells_what_comes_before_it_also_when_it_is_asked_again(client: 
 
 def test_a_reserve_that_is_refused_raises_and_leaves_nothing(client: Client, daemon: ThreadDaemon) -> None:
     handle, keys = client.register(SPACE), keys_of(SPACE, 12)
-    seen = 0
-
-    def before(session: Session, request: AnyRequest) -> None:
-        nonlocal seen
-        del session
-        if isinstance(request, Reserve):
-            seen += 1
-            if seen == 2:
-                raise RequestError(ErrorCode.TOO_LARGE, "no")
-
-    daemon.service.before = before
+    daemon.service.before = refuse_second(Reserve)
     steps = client.reservations(handle, keys, batch=4)
     assert next(steps).commit() == 4
     with pytest.raises(RequestError, match="no"):

@@ -7,14 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvtierd.core.errors import ErrorCode, RequestError
+from kvtierd.core.errors import RequestError
 from kvtierd.core.namespace import Namespace
 from kvtierd.protocol import transfers
 from kvtierd.protocol.client import Client
-from kvtierd.protocol.messages import AnyRequest, Commit
-from kvtierd.protocol.service import Session
+from kvtierd.protocol.messages import Commit
 from kvtierd.testing.fake_daemon import ThreadDaemon
-from tests.unit.protocol.conftest import EVEN, blocks_of, keys_of, until
+from tests.unit.protocol.conftest import EVEN, blocks_of, keys_of, refuse_second, until
 
 SPACE = Namespace(model="m", geometry=EVEN)
 MOST = 4
@@ -83,18 +82,8 @@ def test_blocks_that_exist_and_those_without_room_are_counted_over_all_pieces(
 
 
 def test_a_commit_that_is_refused_raises_and_leaves_nothing(client: Client, daemon: ThreadDaemon) -> None:
-    seen = 0
-
-    def before(session: Session, request: AnyRequest) -> None:
-        nonlocal seen
-        del session
-        if isinstance(request, Commit):
-            seen += 1
-            if seen == 2:
-                raise RequestError(ErrorCode.TOO_LARGE, "no")
-
     handle, keys = client.register(SPACE), keys_of(SPACE, 12)
-    daemon.service.before = before
+    daemon.service.before = refuse_second(Commit)
     with pytest.raises(RequestError, match="no"):
         client.store(handle, keys, blocks_of(SPACE, 12))
     daemon.service.before = None
