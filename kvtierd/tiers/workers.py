@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -15,6 +16,9 @@ T = TypeVar("T")
 
 THREADS_MAX = 8
 """More do not help: memory bandwidth is spent before."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class Workers:
@@ -57,6 +61,10 @@ class Workers:
 
 def _be_nice(by: int) -> None:
     """Lower the priority of this thread; on Linux that is a thread's own."""
-    if by:
-        thread = threading.get_native_id()
+    if not by:
+        return
+    thread = threading.get_native_id()
+    try:
         os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + by))
+    except PermissionError as error:  # a sandbox may forbid it; an error here would break the pool for good
+        _log.info("%s keeps its priority: %s", threading.current_thread().name, error)
