@@ -196,6 +196,7 @@ class Asking:
             for item in begun.received():
                 if item is not None and item[2] == self.connection.session_no:
                     self.connection.give_back_granted(item[0])
+            self.connection.drain()
 
     def undelivered(self, received: Received | None, deadline_ns: int) -> bool:
         """Whether a request reached no session: the daemon was away, or is another one now. Asking again is safe."""

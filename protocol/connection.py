@@ -94,6 +94,7 @@ class Connection:
         self._hello_ns = 0
         self._opened_ns = 0
         self._used = False
+        self._draining = False
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
 
@@ -151,6 +152,7 @@ class Connection:
         self._pending.clear()
         self._handed_over.forget()
         self._hello_ids.clear()
+        self._draining = False
         self.orphans.clear()
 
     def _close_socket(self) -> None:
@@ -248,7 +250,9 @@ class Connection:
             return False
         request.id = 0
         request.epoch = self.epoch
-        return self._transmit(encode(request), ())
+        sent = self._transmit(encode(request), ())
+        self.drain()
+        return sent
 
     def hand_over(self, request: Commit, frames: Sequence[Frame], blocks: int) -> bool:
         """Send a Commit that is answered only if it is refused, which is counted; False when it could not be sent."""
@@ -258,10 +262,11 @@ class Connection:
         request.quiet = not request.verify
         request.id = number = self._take_id()
         request.epoch = self.epoch
-        if not self._transmit(encode(request), frames):
-            return False
-        self._handed_over.add(number, blocks, quiet=request.quiet)
-        return True
+        sent = self._transmit(encode(request), frames)
+        if sent:
+            self._handed_over.add(number, blocks, quiet=request.quiet)
+        self.drain()
+        return sent
 
     def forget(self, group: Group) -> None:
         """Nobody waits for a group any more: a reply that comes now is late, and what it granted is given back."""
@@ -270,11 +275,22 @@ class Connection:
         group.missing = 0
 
     def drain(self) -> None:
-        """Take in every reply that is there."""
+        """Take in every reply that is there.
+
+        After everything sent, too: sending may swallow the edge that told of a reply, and whoever polls the descriptor
+        for it would sleep on.
+        """
         socket = self._socket
-        if socket is None:
+        if socket is None or self._draining:  # what is sent on behalf of a reply: the outer loop goes on reading
             return
-        while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        self._draining = True
+        try:
+            self._drain(socket)
+        finally:
+            self._draining = False
+
+    def _drain(self, socket: zmq.Socket[bytes]) -> None:
+        while not socket.closed and int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             header = socket.recv(zmq.NOBLOCK, copy=False)
             more = header.more
             frames = []

@@ -43,7 +43,8 @@ class _Shared:
 class Outbox:
     """The sending half of the server. A reply that cannot leave at once is dropped and counted.
 
-    `after_send` is called after each reply: sending may swallow the edge that told of a request to read.
+    `after_send` is called after each attempt, also one that failed: either may swallow the edge that told of a request
+    to read, and with nobody else at work that request would wait until its client gives up.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], counters: dict[str, int], after_send: Callable[[], None]) -> None:
@@ -67,6 +68,7 @@ class Outbox:
             self._gone = rid if error.errno == zmq.EHOSTUNREACH else None
             self._counters["replies_dropped_total"] += 1
             _done(answer)
+            self._after_send()
             return False
         if frames:
             self._send(header, _MORE)

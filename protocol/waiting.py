@@ -151,6 +151,8 @@ class Driver:
             self._give_up(waiter)
             raise
         waiter.floor = 0
+        with self._lock:
+            self._connection.drain()  # another thread may poll for what sending has taken in
         return begun
 
     def _finish(self, begun: Begun) -> list[Received | None]:

@@ -22,6 +22,7 @@ FULL = {
     "nvme__capacity": "96MiB",
     "nvme__segment_bytes": "8MiB",
     "max_blocks": "8192",
+    "server__session_idle_s": "16",  # asks every 4 s who is gone: nobody hangs up for a client without the arena
 }
 SPACES = [
     Namespace(model="small", geometry=Geometry(block_size=16, layers=2, kv_heads=2, k_dim=64, v_dim=64)),
