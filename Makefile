@@ -72,7 +72,7 @@ run: $(DEMO) ## Show a real model's KV going through all three tiers and a resta
 test: $(DEV) ## Run the tests
 	@$(BIN)/python -m pytest -m 'not engines and not torture and not system' --ignore=tests/engines $(PYTEST_ARGS)
 
-torture: $(DEV) ## Kills, fuzzed frames, every failing call, crashes, half an hour of soak; goes on where it ended
+torture: $(DEV) ## Kills, fuzzed frames, calls that fail or stand still, crashes, soak; goes on where it ended
 	@$(BIN)/python -m tests.torture $(TORTURE_ARGS)
 
 check: $(DEV) ## Formatting, lint, types, and which package may import which

@@ -6,6 +6,7 @@ descriptor. States: *down* (no session: calls fail fast, each takes one cheap st
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import Counter
@@ -33,6 +34,7 @@ from kvtierd.protocol.messages import (
 )
 from kvtierd.protocol.orphans import Orphans
 from kvtierd.protocol.pending import Group, HandedOver, Pending
+from kvtierd.protocol.sending import send_message
 from kvtierd.protocol.service import Frame
 
 HELLO_PATIENCE_NS = 500_000_000
@@ -43,11 +45,6 @@ RECONNECT_MS = 50
 QUEUE_MESSAGES = 8192
 """ZeroMQ's high-water mark: over what all threads together leave unanswered."""
 MAX_HELLOS = 16
-ZERO_COPY_BYTES = 128 << 10
-"""As in the server: sharing memory with ZeroMQ is dearer than a small copy."""
-
-# Plain integers: combining enumeration members costs a microsecond a frame.
-_LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _SESSION_LOST = frozenset({ErrorCode.STALE_EPOCH, ErrorCode.NO_SESSION})
 
 
@@ -87,7 +84,7 @@ class Connection:
         self.refusal: RequestError | None = None
         """Why the daemon would not have us, where it said so."""
         self.orphans = Orphans()
-        self._next_id = 1
+        self._ids = itertools.count(1)
         self._pending: dict[int, Pending] = {}
         self._handed_over = HandedOver(self.counters)
         self._hello_ids: list[int] = []
@@ -188,7 +185,7 @@ class Connection:
         if len(self._hello_ids) >= MAX_HELLOS:
             self.open()
         versions = (PROTOCOL_VERSION, PROTOCOL_VERSION)
-        request = Hello(id=self._take_id(), versions=versions, client=self.name, resume=self.token)
+        request = Hello(id=next(self._ids), versions=versions, client=self.name, resume=self.token)
         if self._transmit(encode(request), ()):
             self._hello_ids.append(request.id)
             self._hello_ns = now_ns
@@ -234,7 +231,7 @@ class Connection:
 
     def submit(self, request: AnyRequest, frames: Sequence[Frame], deadline_ns: int, group: Group) -> Pending | None:
         """Send a request; None when the daemon is gone or its queue is full. The caller has seen `up`."""
-        request.id = number = self._take_id()
+        request.id = number = next(self._ids)
         request.epoch = self.epoch
         # Another machine has another clock: it is told how much time is left.
         request.deadline_ns = max(1, deadline_ns - time.monotonic_ns()) if self._curve else deadline_ns
@@ -260,7 +257,7 @@ class Connection:
             return False
         # A commit that is verified is served beside later requests: only its own answer tells what became of it.
         request.quiet = not request.verify
-        request.id = number = self._take_id()
+        request.id = number = next(self._ids)
         request.epoch = self.epoch
         sent = self._transmit(encode(request), frames)
         if sent:
@@ -341,25 +338,11 @@ class Connection:
             request.epoch = self.epoch
             self._transmit(encode(request), ())
 
-    def _take_id(self) -> int:
-        number = self._next_id
-        self._next_id += 1
-        return number
-
     def _transmit(self, header: bytes, frames: Sequence[Frame]) -> bool:
         socket = self._socket
         if socket is None:
             return False
-        try:
-            socket.send(header, _MORE if frames else _LAST)
-            last = len(frames) - 1
-            for position, frame in enumerate(frames):
-                nbytes = frame.nbytes if isinstance(frame, memoryview) else len(frame)
-                flags = _LAST if position == last else _MORE
-                # Large payload is shared. The caller may change it after a timeout, while ZeroMQ still sends: then its
-                # checksum does not match, and the daemon stores nothing of the request.
-                socket.send(frame, flags, copy=nbytes < ZERO_COPY_BYTES)
-        except zmq.Again:
+        if not send_message(socket, header, frames):
             return False
         self._used = True
         return True

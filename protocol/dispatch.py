@@ -40,6 +40,9 @@ _QUIET = frozenset({CloseSequence, Commit, Release})
 """Unanswered where the request says so and nothing is wrong."""
 _CHEAP = frozenset({Lookup, Release, Abort, CloseSequence, Commit, Unpin, Stats, RegisterNamespace})
 """Taken up even where the session has all its requests in flight: they only read, or give something back."""
+GRACE_S = 0.005
+"""A request past its deadline is cancelled, and answered all the same when it has not ended so long afterwards: a disk
+that stands still may hold it. Most end at once, and then the place that they had is free when the answer is read."""
 
 
 class Dispatcher:
@@ -74,6 +77,8 @@ class Dispatcher:
         self._observe = observer or _nobody
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._late: set[asyncio.Task[None]] = set()
+        """Of requests that have been answered `deadline` and have not ended yet."""
         self._reported: set[tuple[type, str, int]] = set()
         self.stopping = False
 
@@ -166,6 +171,10 @@ class Dispatcher:
         if request.deadline_ns > 0:
             budget_s = min(budget_s, (request.deadline_ns - now_ns) / 1e9)
         task = self._loop.create_task(self._finish(peer, request, frames, awaitable, now_ns, budget_s))
+        # In two steps: a loop that was held up past both times must still let the request end first.
+        late = (GRACE_S, self._answer_late, task, peer, request, frames, now_ns, budget_s)
+        timer = self._loop.call_later(budget_s, self._loop.call_later, *late)
+        task.add_done_callback(lambda _: timer.cancel())
         peer.tasks.add(task)
         self._tasks.add(task)
         if (quota := peer.session.quota) is not None:
@@ -173,6 +182,7 @@ class Dispatcher:
             task.add_done_callback(lambda _: _one_less(quota))
         task.add_done_callback(peer.tasks.discard)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._late.discard)
         task.add_done_callback(lambda _: _drop(awaitable))
 
     async def _finish(
@@ -187,17 +197,42 @@ class Dispatcher:
         failure: RequestError | None = None
         try:
             answer = await self._in_time(peer, awaitable, budget_s)
+            if self._is_late():
+                self._outbox.drop(answer)
+                self._undo(peer, answer)
+                return
             self._reply(peer, request, answer)
             self._observe(peer.session, request, frames, begin_ns, answer.reply)
         except TimeoutError:
-            failure = RequestError(ErrorCode.DEADLINE, f"not done within {budget_s:.3f} s")
+            failure = _not_done(budget_s)
         except RequestError as error:
             failure = error
         except Exception as error:  # noqa: BLE001 - it is logged
             failure = self.bug(error, request)
-        if failure is not None:
+        if failure is not None and not self._is_late():
             self.fail(peer.rid, request.id, failure)
             self._observe(peer.session, request, frames, begin_ns, failure.code)
+
+    def _is_late(self) -> bool:
+        """Whether the request of this task has been answered already."""
+        return asyncio.current_task() in self._late
+
+    def _answer_late(
+        self,
+        task: asyncio.Task[None],
+        peer: Peer,
+        request: AnyRequest,
+        frames: Frames,
+        begin_ns: int,
+        budget_s: float,
+    ) -> None:
+        """Answer a request that does not end though it was cancelled; what comes of it is given back."""
+        if task.done():
+            return
+        self._late.add(task)
+        self._counters["late_requests_total"] += 1
+        self.fail(peer.rid, request.id, _not_done(budget_s))
+        self._observe(peer.session, request, frames, begin_ns, ErrorCode.DEADLINE)
 
     @staticmethod
     async def _in_time(peer: Peer, awaitable: Awaitable[Answer], budget_s: float) -> Answer:
@@ -260,6 +295,10 @@ class Dispatcher:
 
 def _nobody(_session: Session, _request: AnyRequest, _frames: Frames, _begin_ns: int, _outcome: AnyReply | str) -> None:
     """Nobody observes."""
+
+
+def _not_done(budget_s: float) -> RequestError:
+    return RequestError(ErrorCode.DEADLINE, f"not done within {budget_s:.3f} s")
 
 
 def _one_less(quota: RequestQuota) -> None:

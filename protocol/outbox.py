@@ -66,8 +66,7 @@ class Outbox:
             self._send(rid, _MORE)
         except zmq.ZMQError as error:  # EHOSTUNREACH: gone; EAGAIN: its queue is full
             self._gone = rid if error.errno == zmq.EHOSTUNREACH else None
-            self._counters["replies_dropped_total"] += 1
-            _done(answer)
+            self.drop(answer)
             self._after_send()
             return False
         if frames:
@@ -79,6 +78,11 @@ class Outbox:
         self._counters["sent_bytes_total"] += len(header)
         self._after_send()
         return True
+
+    def drop(self, answer: Answer) -> None:
+        """Take back the frames of an answer that nobody waits for any more."""
+        self._counters["replies_dropped_total"] += 1
+        _done(answer)
 
     def is_reachable(self, rid: bytes) -> bool:
         """Whether a routing id still has a connection, found by sending it an answer to nothing (id 0)."""

@@ -198,17 +198,18 @@ class Server:
     def _drain(self) -> None:
         if not self._running:
             return
-        receive = self._socket.recv
+        receive, empty = self._socket.recv, False
         self._draining = True
         try:
             for _ in range(TURN_MESSAGES):
                 rid = receive(zmq.NOBLOCK)
                 self._take(rid)
         except zmq.Again:
-            return
+            empty = True
         finally:
             self._draining = False
-        self._schedule()
+            if not empty:  # also after a bug: nothing would tell of the messages behind it
+                self._schedule()
 
     def _after_send(self) -> None:
         if not self._draining:  # a turn that is under way reads until the socket is empty

@@ -217,6 +217,7 @@ _ROWS = (
     Metric("server_received_bytes_total", "counter", "bytes of these, payload in frames included"),
     Metric("server_sent_bytes_total", "counter", "bytes of replies"),
     Metric("server_replies_dropped_total", "counter", "replies that their client did not take"),
+    Metric("server_late_requests_total", "counter", "requests answered at their deadline before they ended"),
     Metric("server_arena_attached_total", "counter", "processes that attached to the arena"),
     Metric("server_arena_refused_total", "counter", "peers that the arena socket turned away"),
     Metric("server_arena_accept_errors_total", "counter", "connections to the arena socket that failed at once"),

@@ -3,11 +3,12 @@
 The file is JSON, `{"seed": 1, "faults": [{"operation": "write", "share": 0.1, "errno": "EIO", "bytes_moved": 4096}]}`,
 and is read again when it changes; none, or an empty list, is a disk without faults. `operation` and `bytes_moved` are
 those of kvtierd.testing.faulty_io, an `errno` of "" is a short transfer, `delay_ms` makes a call slow (alone, or before
-it fails), and `share` is how many of the calls it happens to.
+it fails), with `stands` it waits until the file changes, and `share` is how many of the calls it happens to.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import random
@@ -18,6 +19,9 @@ from typing import Any
 
 from kvtierd.storage.io import StorageIo
 from kvtierd.testing.faulty_io import Fault, FaultyIo, Operation
+
+STEP_S = 0.02
+"""How often a call that stands looks whether it may go on."""
 
 
 class DiskFaults(FaultyIo):
@@ -32,24 +36,44 @@ class DiskFaults(FaultyIo):
         self._lock = threading.Lock()
 
     def fault_of(self, operation: Operation, name: str, offset: int = 0, length: int = 0) -> Fault | None:  # noqa: ARG002
-        """What goes wrong with this call, as the file of now says; a slow call waits here."""
-        with self._lock:
-            self._read_again()
-            chosen = [f for f in self._faults if f["operation"] == operation and self._random.random() < f["share"]]
+        """What goes wrong with this call, as the file of now says; a slow call waits here, one about a small file in
+        `wait_small`."""
+        chosen, stamp = self._chosen(operation)
         for fault in chosen:
-            if delay_ms := fault.get("delay_ms", 0):
-                time.sleep(delay_ms / 1e3)
+            if not operation.endswith("_small"):
+                time.sleep(fault.get("delay_ms", 0) / 1e3)
+                while fault.get("stands") and self._stamp_now() == stamp:
+                    time.sleep(STEP_S)
             if "errno" in fault:
                 return Fault(getattr(errno, fault["errno"]) if fault["errno"] else 0, fault.get("bytes_moved", 0))
         return None
 
-    def _read_again(self) -> None:
+    async def wait_small(self, operation: Operation) -> None:
+        """As slow as the file says, without holding up the loop: real calls are made in a thread."""
+        chosen, stamp = self._chosen(operation)
+        for fault in chosen:
+            await asyncio.sleep(fault.get("delay_ms", 0) / 1e3)
+            while fault.get("stands") and self._stamp_now() == stamp:
+                await asyncio.sleep(STEP_S)
+
+    def _chosen(self, operation: Operation) -> tuple[list[dict[str, Any]], tuple[int, int]]:
+        with self._lock:
+            self._read_again()
+            found = [f for f in self._faults if f["operation"] == operation and self._random.random() < f["share"]]
+            return found, self._stamp
+
+    def _stamp_now(self) -> tuple[int, int]:
         try:
             found = self._path.stat()
         except FileNotFoundError:
-            self._faults, self._stamp = [], (0, 0)
+            return (0, 0)
+        return found.st_mtime_ns, found.st_ino
+
+    def _read_again(self) -> None:
+        if (stamp := self._stamp_now()) == self._stamp:
             return
-        if (stamp := (found.st_mtime_ns, found.st_ino)) != self._stamp:
+        plan: dict[str, Any] = {"faults": [], "seed": 0}
+        if stamp != (0, 0):
             plan = json.loads(self._path.read_text())
-            self._faults, self._stamp = plan["faults"], stamp
-            self._random = random.Random(plan["seed"])
+        self._faults, self._stamp = plan["faults"], stamp
+        self._random = random.Random(plan["seed"])

@@ -109,6 +109,9 @@ class FaultyIo:
     def notes(self, notes: list[str]) -> None:
         self.inner.notes = notes
 
+    async def wait_small(self, operation: Operation) -> None:
+        """Wait as long as a call about a small file takes longer than it should: these are awaited on the loop."""
+
     def fault_of(self, operation: Operation, name: str, offset: int = 0, length: int = 0) -> Fault | None:
         """Number a call and ask the plan about it."""
         with self._guard:
@@ -228,7 +231,8 @@ class FaultyMetadata:
         self._io = io
         self._inner = inner
 
-    def _before(self, operation: Operation, name: str = "", length: int = 0) -> Fault | None:
+    async def _before(self, operation: Operation, name: str = "", length: int = 0) -> Fault | None:
+        await self._io.wait_small(operation)
         fault = self._io.fault_of(operation, name, 0, length)
         if fault is not None and not fault.bytes_moved and fault.bytes_moved is not None:
             fault.raise_if_error()
@@ -236,41 +240,41 @@ class FaultyMetadata:
 
     async def names(self) -> list[str]:
         """List, or fail."""
-        _raise(self._before("list_small"))
+        _raise(await self._before("list_small"))
         return await self._inner.names()
 
     async def read(self, name: str) -> bytes:
         """Read all, part, or nothing."""
-        fault = self._before("read_small", name)
+        fault = await self._before("read_small", name)
         _raise(fault)
         data = await self._inner.read(name)
         return data if fault is None else data[: fault.bytes_moved]
 
     async def create(self, name: str) -> None:
         """Make a file, or fail: before, or when it is there."""
-        fault = self._before("create_small", name)
+        fault = await self._before("create_small", name)
         await self._inner.create(name)
         _raise(fault)
 
     async def append(self, name: str, data: bytes) -> None:
         """Append all, or part and fail."""
-        fault = self._before("append_small", name, len(data))
+        fault = await self._before("append_small", name, len(data))
         await self._inner.append(name, data if fault is None else data[: fault.bytes_moved])
         _raise(fault)
 
     async def sync(self, name: str) -> None:
         """Sync, or fail before."""
-        _raise(self._before("sync_small", name))
+        _raise(await self._before("sync_small", name))
         await self._inner.sync(name)
 
     async def replace(self, name: str, parts: Iterable[bytes]) -> None:
         """Make a file, or fail before it has its name."""
-        _raise(self._before("replace_small", name))
+        _raise(await self._before("replace_small", name))
         await self._inner.replace(name, parts)
 
     async def remove(self, names: Iterable[str]) -> None:
         """Remove files, or fail before they are gone."""
-        _raise(self._before("remove_small"))
+        _raise(await self._before("remove_small"))
         await self._inner.remove(names)
 
     async def close(self) -> None:

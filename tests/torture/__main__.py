@@ -14,13 +14,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.torture import cycles, faults, frames, kills, soak, suites
+from tests.torture import cycles, faults, frames, kills, soak, stalls, suites
 from tests.torture.driver import run_parts, run_unit, say
 from tests.torture.parts import Part, Unit
 from tests.torture.state import OtherRunError, State
 
 PARTS: dict[str, Part] = {
-    part.name: part for part in (suites.PART, kills.PART, frames.PART, faults.PART, cycles.PART, soak.PART)
+    part.name: part for part in (suites.PART, kills.PART, frames.PART, faults.PART, stalls.PART, cycles.PART, soak.PART)
 }
 FOLDER = Path(".torture")
 EXIT_NOT_DONE = 75

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import zmq
 
+from kvtierd.protocol.messages import Flush, Stats
 from kvtierd.testing.memory_disk import MemoryFile
-from tests.torture import faults, suites
+from kvtierd.testing.raw_client import RawClient
+from tests.torture import faults, stalls, suites
 from tests.torture.__main__ import PARTS
 from tests.torture.cycles import holders, shared_files
 from tests.torture.driver import run_unit
@@ -28,6 +32,16 @@ def test_case_10_case_19_case_30_a_small_run_finds_nothing(tmp_path: Path, name:
     part = PARTS[name]
     findings = run_unit(part, Unit(name, 0, part.small, 1, tmp_path))
     assert not findings, "\n".join(findings)
+
+
+def test_a_request_that_nobody_answers_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stalls, "LATE_S", 0.5)
+    endpoint = f"ipc://{tmp_path}/s"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as deaf, RawClient(endpoint) as raw:
+        deaf.setsockopt(zmq.LINGER, 0)
+        deaf.bind(endpoint)
+        findings = list(stalls.ask_all(raw, random.Random(1), [(Flush(id=0), []), (Stats(id=0), [])]))
+    assert [finding.split()[0] for finding in findings] == ["Flush", "Stats"]
 
 
 def test_every_marked_test_is_in_a_suite() -> None:
