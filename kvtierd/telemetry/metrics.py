@@ -58,6 +58,7 @@ _ROWS = (
     Metric("offloaded_bytes", "counter", "bytes of these, headers included"),
     Metric("offload_failed_blocks", "counter", "blocks that the disk refused; they stay in host only"),
     Metric("offload_deferred_blocks", "counter", "blocks that had to wait for room in the queue to the disk"),
+    Metric("offload_pauses", "counter", "writes to nvme that waited because clients copied out of host memory"),
     Metric("offload_dropped_blocks", "counter", "deferred blocks that were evicted or deleted before there was room"),
     Metric("offloaded_again_bytes", "counter", "of offloaded_bytes, those of blocks that had been used again by then"),
     Metric("offload_not_admitted_blocks", "counter", "blocks not written because of nvme.admission, each time asked"),

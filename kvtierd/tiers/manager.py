@@ -50,6 +50,7 @@ from kvtierd.tiers.warm import begin, host_tier
 from kvtierd.tiers.warm_host import Kept
 from kvtierd.tiers.workers import Workers
 from kvtierd.tiers.write_behind import WriteBehind
+from kvtierd.tiers.write_patience import Patience
 from kvtierd.tiers.writes import Writes
 
 Handler = Callable[[Session, Any, Sequence[memoryview]], Answer | Awaitable[Answer]]
@@ -108,7 +109,8 @@ class TierManager:
         if store is not None:
             # Queued blocks are held in host: were the queue as large as the tier, a slow disk would stop all stores.
             limit = min(settings.nvme.write_queue_bytes, settings.host.capacity // 2)
-            self._write_behind = WriteBehind(self.copies, store, limit, clock)
+            patience = Patience(settings.host.capacity // 4, clock, self.copies.counters)
+            self._write_behind = WriteBehind(self.copies, store, limit, clock, patience)
             self._write_behind.compressor = self._compressor
             self._offload = Offload(self.copies, self._write_behind, settings.nvme, settings.max_blocks, clock, secret)
             self.on_disk = OnDisk(self.copies, store, self._demand, self._offload)

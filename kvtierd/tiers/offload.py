@@ -66,6 +66,10 @@ class Offload:
         if np.count_nonzero(flags & TIER_NVME) < rows.size and not self._disk_refused():
             self._offer(entry, cls, rows, open_end=open_end)
 
+    def clients_copy(self, copy_ns: float) -> None:
+        """A client was given blocks in host that one thread takes `copy_ns` to copy: writes may wait a little."""
+        self._write_behind.patience.clients_copy(copy_ns)
+
     def recovered(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, slots: Slots) -> None:
         """Blocks of the life before that are in host and not on disk, in the order in which they were stored.
 

@@ -108,6 +108,7 @@ class Reads:
         self._copies.host.pool.hold(slots)
         self._uses.read(session, entry, keys, rows, slots, parent)
         self._used(entry, cls, rows, sources, parent)
+        self._copied(cls, slots)
         self.prefetcher.follow(session, entry, rows)
         return self._grant(session, request, cls, slots, sources)
 
@@ -217,6 +218,12 @@ class Reads:
         self._demand.read(rows, entry.geometry.slot_bytes, sources)
         self._offer(entry, cls, rows, parent)
 
+    def _copied(self, cls: SlotClass, slots: Slots) -> None:
+        """A client is going to copy these, which lay in host already. (Where they were read from nvme first, disk and
+        lanes of the store have shared the time between reads and writes.)"""
+        if self._offload is not None:
+            self._offload.clients_copy(1e9 * slots.size * cls.slot_bytes / self._speeds.host.bytes_per_s)
+
     def _offer(self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, parent: Keys | None) -> None:
         """Give blocks that are read another chance to be written to nvme."""
         if self._offload is not None:
@@ -310,6 +317,7 @@ class Reads:
             self._offer(want.entry, want.cls, held.rows, want.parent)
         if held.more_behind:
             self.prefetcher.follow(want.session, want.entry, held.rows)
+        self._copied(want.cls, held.slots)
         slots = self.share(want.cls, held.slots)
         lease, ttl_ms = self.lend(want.session, request.ttl_ms, [(want.cls, slots)])
         count = slots.size

@@ -2,7 +2,8 @@
 
 A committed block is queued with its host slot held, so that it is not evicted before it is written. When more than
 the allowed bytes wait, new blocks are deferred: they are in host only, may be evicted, and are queued as soon as there
-is room if they are still there. A slow disk costs copies on disk, never a stall.
+is room if they are still there. A slow disk costs copies on disk, never a stall. Clients that copy out
+of host memory are left most of the time, unless somebody waits for the writes or much of the tier is not on disk.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kvtierd.tiers.compress import Compressor, Encoded
 from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.disk_quota import DiskQuota
 from kvtierd.tiers.namespaces import NamespaceEntry
+from kvtierd.tiers.write_patience import Patience
 
 _log = logging.getLogger(__name__)
 
@@ -55,8 +57,9 @@ class _Batch:
 class WriteBehind:
     """The queue towards the store. Everything runs on the loop; the store moves bytes in its own threads."""
 
-    def __init__(self, copies: Copies, store: BlockStore, limit_bytes: int, clock: Clock) -> None:
+    def __init__(self, copies: Copies, store: BlockStore, limit_bytes: int, clock: Clock, patience: Patience) -> None:
         self._copies = copies
+        self.patience = patience
         self._clock = clock
         self.compressor: Compressor | None = None
         """Makes cold blocks smaller before they are written."""
@@ -146,8 +149,9 @@ class WriteBehind:
     async def flush(self) -> None:
         """Return when everything queued before the call is on stable storage, deletes included. Raises StorageError."""
         last = self._next_number
-        async with self._moved:
-            await self._moved.wait_for(lambda: not self._unfinished or min(self._unfinished) >= last)
+        with self.patience.somebody_waits():
+            async with self._moved:
+                await self._moved.wait_for(lambda: not self._unfinished or min(self._unfinished) >= last)
         await self._bury()
         await self._store.flush()
 
@@ -173,6 +177,7 @@ class WriteBehind:
                 self._burying = asyncio.create_task(self._bury())
                 self._burying.add_done_callback(self._ended)
             while self._queue:
+                await self.patience.leave_time(lambda: self.backlog_bytes, self._inflight)
                 task = asyncio.create_task(self._write(self._merge_small(self._queue.popleft())))
                 self._inflight.add(task)
                 task.add_done_callback(self._ended)
@@ -213,7 +218,8 @@ class WriteBehind:
             items = [compressor.item(encoded, i, item) for i, item in zip(chosen.tolist(), items, strict=True)]
         outcome: list[Extent | StorageError] = []
         try:
-            outcome = await self._store.write(items)
+            with self.patience.batch():
+                outcome = await self._store.write(items)
         except StorageError as error:
             outcome = [error] * len(items)
         finally:
