@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from kvtierd.protocol.asking import Ask, Begin, Begun, Connect, Finish, Plan, Step, Work
 from kvtierd.protocol.connection import Connection
+from kvtierd.protocol.lifeline import LAST_WORDS_NS
 from kvtierd.protocol.pending import Group, Pending, Received
 from kvtierd.protocol.waiting import ABSENT_NS, GRACE_NS, MAX_UNANSWERED, SLICE_NS, wire_deadline_ns
 
@@ -182,6 +183,7 @@ class AsyncDriver:
             self._give_up(group, step.deadline_ns)
             raise
         group.floor = 0
+        self._take_in()  # another task may wait for what sending has taken in
         return begun
 
     async def _finish(self, begun: Begun) -> list[Received | None]:
@@ -196,7 +198,7 @@ class AsyncDriver:
     def _give_up(self, group: Group, deadline_ns: int) -> None:
         """Forget replies that stayed out, if any."""
         if group.missing:
-            self._connection.forget(group)
+            self._connection.waited.forget(group)
             if time.monotonic_ns() >= deadline_ns:  # not when we were cancelled
                 self._connection.lose()
 
@@ -224,7 +226,12 @@ class AsyncDriver:
             left_ns = deadline_ns - time.monotonic_ns()
             if left_ns <= 0:
                 return
-            await self._sleep(group.event, left_ns)
+            lifeline = self._connection.lifeline
+            cut = lifeline.is_cut()
+            await self._sleep(group.event, min(left_ns, LAST_WORDS_NS) if lifeline.descriptor >= 0 else left_ns)
+            self._connection.drain()
+            if cut and group.missing > group.floor and lifeline.is_cut():
+                self._connection.hang_up()
 
     async def _work(self, step: Work) -> object:
         """Run something that copies in a thread; cancelled, wait for its end: it writes into the caller's memory."""

@@ -70,7 +70,7 @@ class Arena:
     """An attachment to the arena socket. Thread-safe; `map` blocks up to its deadline, views need no call."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
+        self.socket = sock
         self._lock = threading.Lock()
         self._chunks: dict[int, MappedChunk] = {}
 
@@ -133,20 +133,20 @@ class Arena:
 
     def _forget_gone(self) -> None:
         """Take in what the daemon said unasked."""
-        while _readable(self._socket, 0):
+        while _readable(self.socket, 0):
             reply, descriptors = self._receive(0)
             _close_all(descriptors)
             if isinstance(reply, ArenaGone):
                 self._chunks.pop(reply.chunk, None)
 
     def _send(self, request: AnyArenaRequest) -> None:
-        self._socket.send(_encode(request), socket.MSG_NOSIGNAL)
+        self.socket.send(_encode(request), socket.MSG_NOSIGNAL)
 
     def _receive(self, deadline_ns: int) -> tuple[AnyArenaReply, list[int]]:
         left_ms = max(0, (deadline_ns - time.monotonic_ns()) // 1_000_000)
-        if not _readable(self._socket, int(left_ms)):
+        if not _readable(self.socket, int(left_ms)):
             raise ArenaError("the daemon did not answer on the arena socket in time")
-        data, descriptors, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+        data, descriptors, _, _ = socket.recv_fds(self.socket, MAX_MESSAGE_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
         try:
             if not data:
                 raise ArenaError("the daemon closed the arena socket")
@@ -158,9 +158,13 @@ class Arena:
             _close_all(descriptors)
             raise
 
+    def let_go(self) -> None:
+        """The daemon is gone: its memory goes with the last view into it, and none is mapped any more."""
+        self._chunks.clear()
+
     def close(self) -> None:
         """Hang up; the daemon ends the session. Mappings go with their last view."""
-        self._socket.close()
+        self.socket.close()
         self._chunks.clear()
 
     def abandon(self) -> None:

@@ -148,7 +148,9 @@ class Asking:
     ) -> Plan[Received | None]:
         """Ask one thing; once more, or with `insist` until the deadline, where the daemon was away or is a new one.
 
-        `build` makes the request from the namespaces' numbers; `prepare` says whether the session will do.
+        With `insist` nothing is asked again of the next daemon that the one before has taken and not answered: what was
+        promised of blocks of that one, this one cannot know. `build` makes the request from the namespaces' numbers;
+        `prepare` says whether the session will do.
         """
         first: Received | None = None
         for attempt in itertools.count():
@@ -158,8 +160,11 @@ class Asking:
             session_no, numbers = ready
             if prepare is not None and not (yield from prepare(deadline_ns)):
                 return None
+            hang_ups = self.counters["hang_ups"]
             received: list[Received | None] = yield Ask([(build(numbers), frames)], session_no, deadline_ns)
             first = received[0]
+            if insist and self.counters["hang_ups"] != hang_ups:
+                break
             if not self.undelivered(first, deadline_ns) or (attempt and not insist):
                 break
         return first
@@ -192,7 +197,7 @@ class Asking:
     def let_go(self, begun: Begun) -> None:
         """As `drop`, without waiting."""
         with self.connection.lock:
-            self.connection.forget(begun.group)
+            self.connection.waited.forget(begun.group)
             for item in begun.received():
                 if item is not None and item[2] == self.connection.session_no:
                     self.connection.give_back_granted(item[0])

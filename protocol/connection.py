@@ -19,6 +19,7 @@ from kvtierd.core.errors import ErrorCode, KvtierdError, RequestError
 from kvtierd.protocol.codec import decode_reply, encode
 from kvtierd.protocol.curve import CurveKeys, keys_for
 from kvtierd.protocol.granted import giving_back
+from kvtierd.protocol.lifeline import Lifeline
 from kvtierd.protocol.messages import (
     MAX_BATCH,
     PROTOCOL_VERSION,
@@ -33,7 +34,7 @@ from kvtierd.protocol.messages import (
     SequenceReply,
 )
 from kvtierd.protocol.orphans import Orphans
-from kvtierd.protocol.pending import Group, HandedOver, Pending
+from kvtierd.protocol.pending import Group, HandedOver, Pending, Waited
 from kvtierd.protocol.sending import send_message
 from kvtierd.protocol.service import Frame
 
@@ -84,8 +85,9 @@ class Connection:
         self.refusal: RequestError | None = None
         """Why the daemon would not have us, where it said so."""
         self.orphans = Orphans()
+        self.lifeline = Lifeline()
         self._ids = itertools.count(1)
-        self._pending: dict[int, Pending] = {}
+        self.waited = Waited()
         self._handed_over = HandedOver(self.counters)
         self._hello_ids: list[int] = []
         self._hello_ns = 0
@@ -146,10 +148,11 @@ class Connection:
         self.token = b""
         self.session_no += 1
         self.numbers = {}
-        self._pending.clear()
+        self.waited.clear()
         self._handed_over.forget()
         self._hello_ids.clear()
         self._draining = False
+        self.lifeline.drop()
         self.orphans.clear()
 
     def _close_socket(self) -> None:
@@ -193,8 +196,15 @@ class Connection:
         elif self._used and now_ns - self._opened_ns > FRESH_SOCKET_NS:
             self.open()  # the daemon that this socket reached is gone
 
+    def hang_up(self) -> None:
+        """The daemon has hung up, and its last replies are in: nobody waits any longer for those that stayed out."""
+        self.counters["hang_ups"] += 1
+        self.lose()
+        self.waited.give_up()
+
     def lose(self) -> None:
         """A request got no answer in time: calls fail fast until the daemon answers a Hello on this socket."""
+        self.lifeline.let_go_if_cut()
         if self.up:
             self.up = False
             self.silent = True
@@ -237,9 +247,7 @@ class Connection:
         request.deadline_ns = max(1, deadline_ns - time.monotonic_ns()) if self._curve else deadline_ns
         if not self._transmit(encode(request), frames):
             return None
-        pending = self._pending[number] = Pending(group, self.session_no)
-        group.missing += 1
-        return pending
+        return self.waited.add(number, group, self.session_no)
 
     def post(self, request: AnyRequest) -> bool:
         """Send a request whose answer nobody waits for."""
@@ -264,12 +272,6 @@ class Connection:
             self._handed_over.add(number, blocks, quiet=request.quiet)
         self.drain()
         return sent
-
-    def forget(self, group: Group) -> None:
-        """Nobody waits for a group any more: a reply that comes now is late, and what it granted is given back."""
-        for number in [number for number, pending in self._pending.items() if pending.group is group]:
-            del self._pending[number]
-        group.missing = 0
 
     def drain(self) -> None:
         """Take in every reply that is there.
@@ -304,7 +306,7 @@ class Connection:
             self.counters["unreadable_replies"] += 1
             return
         self._handed_over.settle_before(reply.id)
-        pending = self._pending.pop(reply.id, None)
+        pending = self.waited.take(reply.id)
         if pending is None:
             self._take_unasked(reply)
             return

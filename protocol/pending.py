@@ -35,6 +35,45 @@ class Pending:
         self.received: Received | None = None
 
 
+class Waited:
+    """All requests under way that somebody waits for."""
+
+    def __init__(self) -> None:
+        self._items: dict[int, Pending] = {}
+
+    def __len__(self) -> int:
+        """How many have no answer yet."""
+        return len(self._items)
+
+    def add(self, request_id: int, group: Group, session_no: int) -> Pending:
+        """A request was sent."""
+        found = self._items[request_id] = Pending(group, session_no)
+        group.missing += 1
+        return found
+
+    def take(self, request_id: int) -> Pending | None:
+        """What a reply belongs to, which is nobody's any more."""
+        return self._items.pop(request_id, None)
+
+    def forget(self, group: Group) -> None:
+        """Nobody waits for a group any more: a reply that comes now is late, and what it granted is given back."""
+        for number in [number for number, pending in self._items.items() if pending.group is group]:
+            del self._items[number]
+        group.missing = 0
+
+    def give_up(self) -> None:
+        """Nobody will answer: let all go who wait."""
+        groups = {pending.group for pending in self._items.values()}
+        self.clear()
+        for group in groups:
+            group.missing = 0
+            group.wake()
+
+    def clear(self) -> None:
+        """They belong to the parent of this process."""
+        self._items.clear()
+
+
 class HandedOver:
     """Blocks of commits that nobody waits for, by request; what became of them goes to `counters`."""
 

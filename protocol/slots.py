@@ -70,7 +70,9 @@ class SlotPlans:
                 return
             self.close()
             try:
-                self._arena = Arena.attach(self._connection.arena_path, self._connection.token, deadline_ns)
+                self._arena = arena = Arena.attach(self._connection.arena_path, self._connection.token, deadline_ns)
+                with self._connection.lock:
+                    self._connection.lifeline.hold(arena.socket, arena.let_go)
                 self._counters["arena_attached"] += 1
             except ArenaError as error:
                 self._counters["arena_refused"] += 1
@@ -102,6 +104,8 @@ class SlotPlans:
     def close(self) -> None:
         """Let go of an earlier session's arena."""
         if self._arena is not None:
+            with self._connection.lock:
+                self._connection.lifeline.drop()
             self._arena.close()
             self._arena = None
 

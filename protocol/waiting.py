@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from kvtierd.protocol.asking import Ask, Begin, Begun, Connect, Finish, Plan, Step, Work
 from kvtierd.protocol.connection import Connection
+from kvtierd.protocol.lifeline import LAST_WORDS_NS
 from kvtierd.protocol.pending import Group, Pending, Received
 
 T = TypeVar("T")
@@ -168,7 +169,7 @@ class Driver:
         """Forget replies that stayed out, if any."""
         with self._lock:
             if waiter.missing:
-                self._connection.forget(waiter)
+                self._connection.waited.forget(waiter)
                 self._connection.lose()
 
     def _send(self, step: Ask, waiter: Waiter, pending: list[Pending]) -> None:
@@ -224,7 +225,13 @@ class Driver:
                 self._followers.remove(waiter)
 
     def _poll_for_all(self, descriptor: int, left_ns: int) -> None:
-        if self._wake_fd in _poll([descriptor, self._wake_fd], left_ns):
+        lifeline = self._connection.lifeline.descriptor
+        ready = _poll([descriptor, self._wake_fd], left_ns, lifeline)
+        if ready == [lifeline] and not _poll([descriptor, self._wake_fd], min(left_ns, LAST_WORDS_NS)):
+            with self._lock:
+                if self._connection.lifeline.is_cut():  # and it is no other file of the same number
+                    self._connection.hang_up()
+        if self._wake_fd in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
 
@@ -236,11 +243,13 @@ class Driver:
             waiter.event.set()
 
 
-def _poll(descriptors: list[int], timeout_ns: int) -> list[int]:
-    """Which descriptors became readable within the time."""
+def _poll(descriptors: list[int], timeout_ns: int, lifeline: int = -1) -> list[int]:
+    """Which descriptors became readable within the time, and the lifeline if it was cut."""
     poller = select.poll()
     for descriptor in descriptors:
         poller.register(descriptor, select.POLLIN)
+    if lifeline >= 0:
+        poller.register(lifeline, 0)
     return [descriptor for descriptor, _ in poller.poll(-(-timeout_ns // 1_000_000))]
 
 

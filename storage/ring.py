@@ -133,6 +133,10 @@ class Ring:
         Raises StorageError when there is none; what is stored then stays as it is.
         """
         self.seal()
+        # A disk whose syncs fail for a while would otherwise take a whole segment for each, and what is good for it.
+        for void in [segment for segment in self._sealed if segment.is_void]:
+            with contextlib.suppress(DiskError):  # then it stays as it is, and there may be others
+                await self._recycle(void)
         while True:
             segment = await self._usable_free() or await self._create()
             if segment is not None:
@@ -202,7 +206,7 @@ class Ring:
         except OSError as error:
             self._free.append(segment)
             raise DiskError(f"cannot write the header of {segment.path}: {error.strerror or error}") from error
-        segment.life = life
+        segment.life, segment.doubtful = life, True
         self.header_written()
 
     def _write_header(self, segment: Segment, life: Life, scratch: Scratch) -> None:
@@ -213,15 +217,17 @@ class Ring:
         if not self._sealed:
             free = self._io.space(self._directory).free_bytes
             raise DiskError(f"no room in {self._directory}: {format_bytes(free)} free, and no segment to recycle")
-        segment = self._sealed[0]
+        await self._recycle(self._sealed[0])
+        self.reclaimed_segments += 1
+
+    async def _recycle(self, segment: Segment) -> None:
         await self._check_writable(segment)
-        self._sealed.popleft()
+        self._sealed.remove(segment)
         self._announce(segment)
         await segment.idle()
         await self._empty(segment)
         segment.clear()
         self._free.append(segment)
-        self.reclaimed_segments += 1
 
     async def _empty(self, segment: Segment) -> None:
         """Begin a life in which nothing is, and give the old one's pages back to the device.

@@ -123,7 +123,8 @@ class Segment:
     `pins` counts requests in flight: the segment is not recycled before it is back to 0. `life` is None while the
     segment holds nothing; `retiring` says that its extents were announced and it waits for its last requests.
     `open_runs` are the offsets of write requests under way; `journaled` is what the journal knows of head and state;
-    `unreadable` says that a scan could not read all of it, so that a later one should.
+    `unreadable` says that a scan could not read all of it, so that a later one should; `doubtful` that no sync of what
+    was written in this life has ever succeeded.
     """
 
     def __init__(self, number: int, path: Path, file: SegmentFile, size_bytes: int) -> None:
@@ -148,6 +149,14 @@ class Segment:
         self.open_runs: list[int] = []
         self.journaled: tuple[int, bool] | None = None
         self.unreadable = False
+        self.doubtful = False
+
+    @property
+    def is_void(self) -> bool:
+        """Whether nothing in it counts: no sync of it succeeded, and all that it was given has failed or is owed again,
+        tombstones too."""
+        waiting = self.pins or self.unsynced.blocks or self.unsynced.kills or RowState.PENDING in self.rows.states
+        return self.doubtful and not self.live_count and not waiting
 
     @property
     def settled_head(self) -> int:

@@ -93,4 +93,5 @@ class Syncer:
             raise DiskError(f"cannot sync {segment.path}: {error.strerror or error}") from error
         finally:
             segment.unpin()
+        segment.doubtful = False
         self._journaling.synced(segment, unsynced, head, sealed=sealed)

@@ -200,7 +200,7 @@ def test_closing_lets_waiting_threads_go(endpoint: str, start: Callable[[], Proc
     threads = [threading.Thread(target=lambda: ended.append(client.lookup(handle, KEYS).count)) for _ in range(3)]
     for thread in threads:
         thread.start()
-    until(lambda: len(client._connection._pending) == 3)
+    until(lambda: len(client._connection.waited) == 3)
     time.sleep(0.05)
     client.close()
     for thread in threads:
