@@ -30,6 +30,8 @@ def chaos(rig: Rig) -> None:
     chaos = Chaos(rig.options.seed, load, rig.daemon, rig.options.clients, rig.folder / "faults.json")
     load.run(seconds, chaos.blows())
     rig.daemon.kill()
+    # Clients that ask for nothing do not hear that a daemon has died: they would hold its memory beside the next one's.
+    rig.crew.run([{"do": "look"}] * rig.options.clients)
     rig.daemon.start()
     _take_load(rig, "chaos", load)
     _check_ledger(rig, "ledger after chaos", load)

@@ -30,6 +30,9 @@ CHAOS_BYTES, QUICK_CHAOS_BYTES = 3 * GIB, 3 * GIB // 2
 """Stored under chaos."""
 SPARE_BYTES, QUICK_SPARE_BYTES = GIB, GIB // 2
 """On disk beside all that: segments that are not full, and what is written again after a failure."""
+SEGMENT_BYTES = 64 * MIB
+"""With little disk, and under chaos: a sync that fails ends the segment that was being written, however little is in
+it."""
 MACHINE_BYTES = 1 * GIB
 """Of memory for clients, the oracle and references, beside gpu and host."""
 _COUNT = re.compile(r"\s*(\d+)\s*([kmKM]?)\s*")
@@ -133,8 +136,8 @@ class Options:
             "nvme__directory": folder / "data",
             "nvme__capacity": align_up(on_disk + on_disk // 16 + spare, MIB),
         }
-        if self.quick:
-            found["nvme__segment_bytes"] = 64 * MIB
+        if self.quick or self.chaos:
+            found["nvme__segment_bytes"] = SEGMENT_BYTES
         if self.chaos:
             found["testing__disk_faults"] = folder / "faults.json"
         return found

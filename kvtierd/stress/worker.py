@@ -67,6 +67,7 @@ def _jobs() -> dict[str, Job]:
         "decode": decode.decode,
         "mixed": mixed.mixed,
         "lookups": mixed.lookups,
+        "look": mixed.look,
     }
 
 
