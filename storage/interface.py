@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvtierd.core.checksum import Bytes, Sums
 from kvtierd.core.errors import StorageError
 from kvtierd.core.geometry import Geometry
+from kvtierd.core.keys import Keys
 from kvtierd.core.namespace import Namespace
 from kvtierd.core.stored_form import Codec
 from kvtierd.core.units import PAGE_BYTES
@@ -119,23 +120,44 @@ class ReadItem:
 
 
 @dataclasses.dataclass(slots=True)
-class LayerItem:
-    """The part of one layer of one block, to be fetched into `out` ([layer_stride] uint8 of the stored form).
+class LayerParts:
+    """The parts of one layer of `n` blocks that are stored in one form, `codec` (kvtierd.core.stored_form).
 
-    `sums` ([layers] u64) are the stored form's layer sums: what the part is checked against where `known`, else filled
-    in from the header. `codec` is the stored form (kvtierd.core.stored_form).
+    Columns: `keys` [n, 32] uint8, `extents`, `block_sums` [n] u64. Part i is fetched into `memory` (uint8) from
+    `offsets[i]` ([n] int64) on, `layer_stride` bytes of the stored form. `sums` ([n, layers] u64) are that form's layer
+    sums: what a part is checked against where it is `known` ([n] bool), else filled in from the header.
     """
 
     namespace: bytes
-    key: bytes
     geometry: Geometry
-    extent: Extent
-    block_sum: int
     layer: int
-    out: Bytes
+    keys: Keys
+    extents: Extents
+    block_sums: Sums
+    memory: Bytes
+    offsets: npt.NDArray[np.int64]
     sums: Sums
-    known: bool = False
+    known: npt.NDArray[np.bool_]
     codec: int = Codec.RAW
+
+    def __len__(self) -> int:
+        return self.offsets.size
+
+    def take(self, which: npt.NDArray[np.intp]) -> LayerParts:
+        """Those at `which`, in that order; `sums` that are filled in there are not filled in here."""
+        return dataclasses.replace(
+            self,
+            keys=self.keys[which],
+            extents=self.extents.take(which),
+            block_sums=self.block_sums[which],
+            offsets=self.offsets[which],
+            sums=self.sums[which],
+            known=self.known[which],
+        )
+
+    def name(self, i: int) -> str:
+        """What messages call a block."""
+        return f"block {self.keys[i].tobytes().hex()[:16]}"
 
 
 @dataclasses.dataclass(slots=True)
@@ -212,10 +234,10 @@ class BlockStore(Protocol):
         CorruptionError or StorageError, and then `out` holds nothing that may be used."""
         ...
 
-    async def read_layers(self, items: Sequence[LayerItem]) -> list[StorageError | None]:
-        """Fetch the parts of one layer each, all of them as one request in flight on each device; None is success.
+    async def read_layers(self, parts: LayerParts) -> dict[int, StorageError]:
+        """Fetch parts, all of them as one request in flight on each device: by index, why one did not come.
 
-        Errors are those of `read`; of an item with an error, neither `out` nor `sums` may be used. Nothing of an extent
+        Errors are those of `read`; of a part with an error, neither bytes nor `sums` may be used. Nothing of an extent
         is read but the layer's part, and its header where the sums are not known.
         """
         ...

@@ -40,7 +40,7 @@ class PosixFile:
 
     @property
     def queue_descriptor(self) -> int:
-        """See kvtierd.storage.parts.Queueing: through the page cache a batch would be read one by one."""
+        """See kvtierd.storage.parts.PartReads: through the page cache a batch would be read one by one."""
         return self._fd if self._alignment > 1 else -1
 
     def size_bytes(self) -> int:

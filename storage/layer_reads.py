@@ -6,45 +6,71 @@ has in memory. With the layer sums of a header kept, later reads of the same blo
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from kvtierd.core.checksum import Bytes, block_sum
+from kvtierd.core.checksum import Bytes, Sums, block_sum
 from kvtierd.core.errors import CorruptionError, StorageError
-from kvtierd.index.xxh3 import sums_of_parts
-from kvtierd.storage.buffers import Scratch
-from kvtierd.storage.interface import DiskError, GoneError, LayerItem
+from kvtierd.core.units import PAGE_BYTES
+from kvtierd.index.xxh3 import SHORTEST, sums_of, sums_of_parts
+from kvtierd.storage.buffers import Scratch, address
+from kvtierd.storage.interface import DiskError, GoneError, LayerParts
 from kvtierd.storage.layout import BlockShape, block_shape
-from kvtierd.storage.parts import PartRead, read_parts
+from kvtierd.storage.parts import PartReads, read_parts
 from kvtierd.storage.pool import IoPool
 from kvtierd.storage.reader import shape_problem
 from kvtierd.storage.record import Kind, Life, decode, stored_sums
 from kvtierd.storage.ring import Ring
-from kvtierd.storage.segment import Segment, fingerprint
+from kvtierd.storage.segment import Segment, fingerprints
+from kvtierd.storage.uninterrupted import uninterrupted
+
+Indices = npt.NDArray[np.intp]
 
 
 @dataclasses.dataclass(slots=True)
 class _Fetch:
-    """An item on its way; `error` is why its bytes may not be used."""
+    """Parts on their way; `errors` is why the bytes of some may not be used.
 
-    item: LayerItem
+    `which` says in which of `segments` each lies, in their `lives` of when the fetch began ([n] int64).
+    """
+
+    parts: LayerParts
     shape: BlockShape
-    error: StorageError | None = None
-    segment: Segment | None = None
-    life: Life | None = None
-    header: Bytes | None = None
+    which: npt.NDArray[np.int64]
+    errors: dict[int, StorageError] = dataclasses.field(default_factory=dict)
+    segments: list[Segment] = dataclasses.field(default_factory=list)
+    lives: list[Life] = dataclasses.field(default_factory=list)
+    headers: dict[int, Bytes] = dataclasses.field(default_factory=dict)
 
     @property
-    def where(self) -> str:
-        return f"segment {self.item.extent.segment} at {self.item.extent.offset}"
+    def good(self) -> Indices:
+        """Those without an error."""
+        found = np.arange(len(self.parts))
+        return np.delete(found, list(self.errors)) if self.errors else found
 
     @property
-    def name(self) -> str:
-        return f"block {self.item.key.hex()[:16]}"
+    def unknown(self) -> Indices:
+        """Those without an error whose layer sums are not known."""
+        good = self.good
+        found: Indices = good[~self.parts.known[good]]
+        return found
+
+    @property
+    def needed_bytes(self) -> int:
+        """What is read, or was, of those without an error."""
+        return self.good.size * self.shape.layer_stride + self.unknown.size * self.shape.header_bytes
+
+    def addresses(self, which: Indices) -> Sums:
+        """Where these go in memory."""
+        return (address(self.parts.memory) + self.parts.offsets[which]).astype(np.uint64)
+
+    def where(self, i: int) -> str:
+        """What messages call the place of a part."""
+        extent = self.parts.extents[i]
+        return f"segment {extent.segment} at {extent.offset}"
 
 
 class LayerReads:
@@ -58,126 +84,133 @@ class LayerReads:
         self._pool = pool
         self._counters = counters
 
-    async def read(self, items: Sequence[LayerItem]) -> list[StorageError | None]:
-        """Fetch parts; see BlockStore.read_layers."""
-        fetches = [
-            _Fetch(item, shape := block_shape(item.geometry, item.codec), _item_error(item, shape)) for item in items
-        ]
-        for fetch in fetches:
-            if fetch.error is None:
-                self._locate(fetch)
-        good = [fetch for fetch in fetches if fetch.error is None]
-        if good:
-            await self._execute(good)
-        for fetch in fetches:
-            self._count(fetch)
-        return [fetch.error for fetch in fetches]
+    async def read(self, parts: LayerParts) -> dict[int, StorageError]:
+        """Fetch parts; see BlockStore.read_layers. Goes on to its end when it is cancelled."""
+        shape = block_shape(parts.geometry, parts.codec)
+        if problem := _problem(parts, shape):
+            return {i: StorageError(problem) for i in range(len(parts))}
+        fetch = _Fetch(parts, shape, np.zeros(len(parts), np.int64))
+        self._locate(fetch)
+        if len(fetch.errors) < len(parts):
+            await self._execute(fetch)
+        self._count(fetch)
+        return fetch.errors
 
     def _locate(self, fetch: _Fetch) -> None:
-        item = fetch.item
-        segment = self._ring.get(item.extent.segment)
-        row = segment.rows.find(item.extent) if segment is not None else -1
-        if segment is None or row < 0 or segment.rows.prints[row] != fingerprint(item.namespace, item.key):
-            fetch.error = GoneError(f"{fetch.name} is no longer in {fetch.where}")
-            return
-        fetch.segment, fetch.life = segment, segment.life
+        parts, extents = fetch.parts, fetch.parts.extents
+        numbers, which = np.unique(extents.segment, return_inverse=True)
+        prints = fingerprints(parts.namespace, parts.keys)
+        there = np.zeros(len(parts), np.bool_)
+        for place, number in enumerate(numbers.tolist()):
+            segment = self._ring.get(number)
+            if segment is None or segment.life is None:
+                continue
+            mine = np.flatnonzero(which == place)
+            fetch.which[mine] = len(fetch.segments)
+            fetch.segments.append(segment)
+            fetch.lives.append(segment.life)
+            there[mine] = segment.rows.are_live(extents.take(mine), prints[mine])
+        for i in np.flatnonzero(~there).tolist():
+            fetch.errors[i] = GoneError(f"{parts.name(i)} is no longer in {fetch.where(i)}")
+        for i in np.flatnonzero(extents.length != fetch.shape.length).tolist():
+            what = f"an extent of {extents.length[i]} bytes is no such block, which takes {fetch.shape.length}"
+            fetch.errors[i] = StorageError(what)
 
-    async def _execute(self, fetches: list[_Fetch]) -> None:
-        segments = {fetch.segment.number: fetch.segment for fetch in fetches if fetch.segment is not None}
-        for segment in segments.values():
+    async def _execute(self, fetch: _Fetch) -> None:
+        for segment in fetch.segments:
             segment.pin()
         try:
-            size = sum(_needed_bytes(fetch) for fetch in fetches)
             submitted = self._pool.read(
-                lambda scratch: _transfer_all(fetches, scratch), lambda _: _verify_all(fetches), size
+                lambda scratch: _transfer(fetch, scratch), lambda _: _verify(fetch), fetch.needed_bytes
             )
-            await asyncio.wait([submitted])
+            await uninterrupted(submitted)
         finally:
-            for segment in segments.values():
+            for segment in fetch.segments:
                 segment.unpin()
-        submitted.result()
 
     def _count(self, fetch: _Fetch) -> None:
-        if fetch.error is None:
-            self._counters["read_layer_parts"] += 1
-            self._counters["read_bytes"] += _needed_bytes(fetch)
-        elif isinstance(fetch.error, CorruptionError):
-            self._counters["corrupt_reads"] += 1
-        elif isinstance(fetch.error, GoneError):
-            self._counters["gone_reads"] += 1
-        else:
-            self._counters["failed_reads"] += 1
+        self._counters["read_layer_parts"] += len(fetch.parts) - len(fetch.errors)
+        self._counters["read_bytes"] += fetch.needed_bytes
+        for error in fetch.errors.values():
+            if isinstance(error, CorruptionError):
+                self._counters["corrupt_reads"] += 1
+            elif isinstance(error, GoneError):
+                self._counters["gone_reads"] += 1
+            else:
+                self._counters["failed_reads"] += 1
 
 
-def _needed_bytes(fetch: _Fetch) -> int:
-    return fetch.shape.layer_stride + (0 if fetch.item.known else fetch.shape.header_bytes)
+def _problem(parts: LayerParts, shape: BlockShape) -> str:
+    """Why nothing of this can be read; "" where it can."""
+    if not 0 <= parts.layer < shape.layers:
+        return f"layer {parts.layer} is not in 0..{shape.layers - 1}"
+    last = int(parts.offsets.max(initial=0)) + shape.layer_stride
+    if parts.memory.dtype != np.uint8 or parts.offsets.min(initial=0) < 0 or last > parts.memory.size:
+        return f"a layer takes {shape.layer_stride} bytes, and not all lie within uint8[{parts.memory.size}]"
+    if parts.sums.shape != (len(parts), shape.layers) or parts.sums.dtype != np.uint64:
+        wanted = f"uint64({len(parts)}, {shape.layers})"
+        return f"layer sums go into {wanted}, not {parts.sums.dtype}{parts.sums.shape}"
+    return ""
 
 
-def _item_error(item: LayerItem, shape: BlockShape) -> StorageError | None:
-    if not 0 <= item.layer < shape.layers:
-        return StorageError(f"layer {item.layer} is not in 0..{shape.layers - 1}")
-    if item.out.shape != (shape.layer_stride,) or item.out.dtype != np.uint8:
-        return StorageError(f"a layer goes into uint8({shape.layer_stride},), not {item.out.dtype}{item.out.shape}")
-    if item.sums.shape != (shape.layers,) or item.sums.dtype != np.uint64:
-        return StorageError(f"layer sums go into uint64({shape.layers},), not {item.sums.dtype}{item.sums.shape}")
-    if item.extent.length != shape.length:
-        return StorageError(f"an extent of {item.extent.length} bytes is no such block, which takes {shape.length}")
-    return None
-
-
-def _transfer_all(fetches: list[_Fetch], scratch: Scratch) -> None:
+def _transfer(fetch: _Fetch, scratch: Scratch) -> None:
     """Bring the bytes; one that cannot be read does not hold up the others."""
-    used = 0
-    reads: list[tuple[_Fetch, PartRead]] = []
-    for fetch in fetches:
-        if not fetch.item.known:
-            if used + fetch.shape.header_bytes > scratch.headers.size:
-                fetch.error = StorageError(f"{fetch.name}: too many headers in one request")
-                continue
-            fetch.header = scratch.headers[used : used + fetch.shape.header_bytes]
-            used += fetch.shape.header_bytes
-        reads += [(fetch, read) for read in _reads_of(fetch)]
-    read_parts([read for _, read in reads], scratch)
-    for fetch, read in reads:
-        if read.error is not None:
-            cause = read.error.strerror or read.error
-            fetch.error = DiskError(f"cannot read {fetch.name} of {fetch.where}: {cause}")
+    parts, shape, unknown = fetch.parts, fetch.shape, fetch.unknown
+    if unknown.size:
+        room = scratch.headers.size // shape.header_bytes
+        for i in unknown[room:].tolist():
+            fetch.errors[i] = StorageError(f"{parts.name(i)}: too many headers in one request")
+        unknown = unknown[:room]
+    begins = np.arange(unknown.size) * shape.header_bytes
+    for i, begin in zip(unknown.tolist(), begins.tolist(), strict=True):
+        fetch.headers[i] = scratch.headers[begin : begin + shape.header_bytes]
+    good = fetch.good
+    index = np.concatenate([unknown, good])
+    starts = parts.extents.page[index].astype(np.int64) * PAGE_BYTES
+    starts[unknown.size :] += shape.header_bytes + parts.layer * shape.layer_stride
+    sizes = np.full(index.size, shape.layer_stride, np.int64)
+    sizes[: unknown.size] = shape.header_bytes
+    addresses = np.concatenate([(address(scratch.headers) + begins).astype(np.uint64), fetch.addresses(good)])
+    files = [segment.file for segment in fetch.segments]
+    errors = read_parts(PartReads(files, fetch.which[index], addresses, sizes, starts), scratch)
+    for place, error in errors.items():
+        i = int(index[place])
+        cause = error.strerror or error
+        fetch.errors[i] = DiskError(f"cannot read {parts.name(i)} of {fetch.where(i)}: {cause}")
 
 
-def _reads_of(fetch: _Fetch) -> Iterator[PartRead]:
-    item, shape, segment = fetch.item, fetch.shape, fetch.segment
-    assert segment is not None
-    if fetch.header is not None:
-        yield PartRead(segment.file, fetch.header, item.extent.offset)
-    begin = item.extent.offset + shape.header_bytes + item.layer * shape.layer_stride
-    yield PartRead(segment.file, item.out, begin)
+def _verify(fetch: _Fetch) -> None:
+    parts = fetch.parts
+    for i, header in fetch.headers.items():
+        if i not in fetch.errors and (error := _verify_header(fetch, i, header)) is not None:
+            fetch.errors[i] = error
+    good = fetch.good
+    for i in good[_sums(fetch, good) != parts.sums[good, parts.layer]].tolist():
+        what = f"the bytes of layer {parts.layer} of {parts.name(i)} are damaged"
+        fetch.errors[i] = CorruptionError(f"{fetch.where(i)}: {what}")
 
 
-def _verify_all(fetches: list[_Fetch]) -> None:
-    for fetch in fetches:
-        if fetch.error is None and fetch.header is not None:
-            fetch.error = _verify_header(fetch, fetch.header)
-    for size in {fetch.shape.layer_bytes for fetch in fetches}:
-        good = [fetch for fetch in fetches if fetch.error is None and fetch.shape.layer_bytes == size]
-        for fetch, found in zip(good, sums_of_parts([fetch.item.out for fetch in good], size), strict=True):
-            if found != int(fetch.item.sums[fetch.item.layer]):
-                what = f"the bytes of layer {fetch.item.layer} of {fetch.name} are damaged"
-                fetch.error = CorruptionError(f"{fetch.where}: {what}")
+def _sums(fetch: _Fetch, which: Indices) -> Sums:
+    """What these parts sum up to."""
+    size = fetch.shape.layer_bytes
+    if size >= SHORTEST:
+        return sums_of(fetch.addresses(which), size)
+    begins = fetch.parts.offsets[which].tolist()
+    return np.array(sums_of_parts([fetch.parts.memory[begin : begin + size] for begin in begins], size), np.uint64)
 
 
-def _verify_header(fetch: _Fetch, view: Bytes) -> StorageError | None:
+def _verify_header(fetch: _Fetch, i: int, view: Bytes) -> StorageError | None:
     """Check that this is the block's header, and take its layer sums."""
-    item, life = fetch.item, fetch.life
-    assert life is not None
-    header = decode(view, life, item.extent.offset)
+    parts, where, name = fetch.parts, fetch.where(i), fetch.parts.name(i)
+    header = decode(view, fetch.lives[fetch.which[i]], parts.extents[i].offset)
     if header is None:
-        return CorruptionError(f"{fetch.where}: the header is damaged or of another life of the segment")
-    if (header.kind, header.namespace, header.key) != (Kind.BLOCK, item.namespace, item.key):
-        return CorruptionError(f"{fetch.where}: another record than {fetch.name} lies here")
-    if problem := shape_problem(header, item.geometry, item.codec):
-        return CorruptionError(f"{fetch.where}: {fetch.name} {problem}")
+        return CorruptionError(f"{where}: the header is damaged or of another life of the segment")
+    if (header.kind, header.namespace, header.key) != (Kind.BLOCK, parts.namespace, parts.keys[i].tobytes()):
+        return CorruptionError(f"{where}: another record than {name} lies here")
+    if problem := shape_problem(header, parts.geometry, parts.codec):
+        return CorruptionError(f"{where}: {name} {problem}")
     found = stored_sums(view, header)
-    if not block_sum(found) == header.block_sum == item.block_sum:
-        return CorruptionError(f"{fetch.where}: {fetch.name} is not the one that was stored")
-    item.sums[:] = found
+    if not block_sum(found) == header.block_sum == int(parts.block_sums[i]):
+        return CorruptionError(f"{where}: {name} is not the one that was stored")
+    parts.sums[i] = found
     return None

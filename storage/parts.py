@@ -2,82 +2,93 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import errno
 import os
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtierd.core.checksum import Bytes
 from kvtierd.storage.aio import AsyncReads, Numbers
-from kvtierd.storage.buffers import Scratch, address, is_aligned
+from kvtierd.storage.buffers import Scratch
 from kvtierd.storage.io import SegmentFile, read_exact
 
 _REFUSED = frozenset({errno.EAGAIN, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 """What says that a request cannot be made in this way, and nothing about the disk."""
 
-
-@runtime_checkable
-class Queueing(Protocol):
-    """A file whose reads the kernel takes in batches."""
-
-    @property
-    def queue_descriptor(self) -> int:
-        """The descriptor to read from; -1 where batches would not be read at once."""
-        ...
+Errors = dict[int, OSError]
 
 
-@dataclasses.dataclass(slots=True)
-class PartRead:
-    """One part: whole pages at `offset` of a file, into memory ([size] uint8). `error` is why it did not come."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartReads:
+    """Parts as columns, [n] each: `sizes` bytes at `offsets` (both int64) of the file at place `which` (int64) of
+    `files`, into memory at `addresses` (uint64), which the caller keeps.
 
-    file: SegmentFile
-    out: Bytes
-    offset: int
-    error: OSError | None = None
+    A file whose reads the kernel takes in batches has an attribute `queue_descriptor`: the descriptor to read from, or
+    -1 where batches would not be read at once.
+    """
+
+    files: Sequence[SegmentFile]
+    which: Numbers
+    addresses: npt.NDArray[np.uint64]
+    sizes: Numbers
+    offsets: Numbers
+
+    def __len__(self) -> int:
+        return self.sizes.size
 
 
-def read_parts(reads: Sequence[PartRead], scratch: Scratch) -> None:
-    """Fill all of them; one that cannot be read does not hold up the others."""
-    left = list(reads)
+def read_parts(reads: PartReads, scratch: Scratch) -> Errors:
+    """Fill all of them: by index, why one did not come. It does not hold up the others."""
+    errors: Errors = {}
+    left = np.arange(len(reads))
     if len(reads) > 1 and (queue := _queue_of(scratch)) is not None:
         descriptors = _descriptors(reads)
-        batch = [read for read, descriptor in zip(reads, descriptors, strict=True) if descriptor >= 0]
-        if batch:
-            _read_batch(queue, batch, descriptors[descriptors >= 0])
-        left = [read for read, own in zip(reads, descriptors, strict=True) if own < 0 or _must_repeat(read)]
-    for read in left:
-        read.error = None
+        left = np.flatnonzero(descriptors < 0)
+        if left.size < len(reads):
+            again = _read_batch(queue, reads, descriptors, errors)
+            left = np.concatenate([left, np.array(again, np.int64)])
+    for i in left.tolist():
         try:
-            read_exact(read.file, [read.out], read.offset, scratch)
+            out = _memory(int(reads.addresses[i]), int(reads.sizes[i]))
+            read_exact(reads.files[reads.which[i]], [out], int(reads.offsets[i]), scratch)
         except OSError as error:
-            read.error = error
+            errors[i] = error
+    return errors
 
 
-def _read_batch(queue: AsyncReads, reads: Sequence[PartRead], descriptors: Numbers) -> None:
-    sizes = np.array([read.out.size for read in reads], np.int64)
-    addresses = np.array([address(read.out) for read in reads], np.uint64)
-    found = queue.read(descriptors, addresses, sizes, np.array([read.offset for read in reads], np.int64))
+def _read_batch(queue: AsyncReads, reads: PartReads, descriptors: Numbers, errors: Errors) -> list[int]:
+    """Read those that have a descriptor: which are to be read in the ordinary way, because they ended short or the
+    system does not take them in a batch."""
+    batch = np.flatnonzero(descriptors >= 0)
+    sizes = reads.sizes[batch]
+    found = queue.read(descriptors[batch], reads.addresses[batch], sizes, reads.offsets[batch])
+    again = []
     for i in np.flatnonzero(found != sizes).tolist():
         number = max(0, -int(found[i]))
-        text = os.strerror(number) if number else f"short read: {found[i]} of {sizes[i]} bytes"
-        reads[i].error = OSError(number, text)
+        if not number or number in _REFUSED:
+            again.append(int(batch[i]))
+        else:
+            errors[int(batch[i])] = OSError(number, os.strerror(number))
+    return again
 
 
-def _must_repeat(read: PartRead) -> bool:
-    """Whether it is to be read in the ordinary way: it ended short, or the system does not take it in a batch."""
-    return read.error is not None and (not read.error.errno or read.error.errno in _REFUSED)
-
-
-def _descriptors(reads: Sequence[PartRead]) -> Numbers:
+def _descriptors(reads: PartReads) -> Numbers:
     """Where each is read from in a batch, [n]; -1 where it is not."""
-    files = {id(read.file): read.file for read in reads}
-    by_file = {key: file.queue_descriptor if isinstance(file, Queueing) else -1 for key, file in files.items()}
-    return np.array(
-        [by_file[id(read.file)] if is_aligned(read.out, read.file.alignment) else -1 for read in reads], np.int64
-    )
+    by_file = np.array([getattr(file, "queue_descriptor", -1) for file in reads.files], np.int64)
+    alignments = np.array([file.alignment for file in reads.files], np.int64)[reads.which]
+    aligned = (reads.addresses.view(np.int64) | reads.sizes) % alignments == 0
+    return np.where(aligned, by_file[reads.which], -1)
+
+
+def _memory(address: int, size: int) -> Bytes:
+    memory: Any = (ctypes.c_uint8 * size).from_address(address)
+    found: Bytes = np.frombuffer(memory, np.uint8)
+    return found
 
 
 def _queue_of(scratch: Scratch) -> AsyncReads | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvtierd.core.keys import Keys
 from kvtierd.core.units import PAGE_BYTES
 from kvtierd.storage.interface import Extent, Extents
 from kvtierd.storage.io import SegmentFile
@@ -78,6 +79,19 @@ class Rows:
             return -1
         return row if self.states[row] == RowState.LIVE else -1
 
+    def are_live(self, extents: Extents, prints: Column) -> npt.NDArray[np.bool_]:
+        """At which of these extents lies a live block of that fingerprint, [n]."""
+        if not self.offsets:
+            return np.zeros(len(extents), np.bool_)
+        offsets = np.frombuffer(self.offsets, np.uint64)
+        places = extents.page.astype(np.uint64) * np.uint64(PAGE_BYTES)
+        rows = np.minimum(np.searchsorted(offsets, places), offsets.size - 1)
+        found: npt.NDArray[np.bool_] = offsets[rows] == places
+        found &= np.frombuffer(self.lengths, np.uint64)[rows] == extents.length.astype(np.uint64)
+        found &= np.frombuffer(self.prints, np.uint64)[rows] == prints
+        found &= np.frombuffer(self.states, np.uint8)[rows] == RowState.LIVE
+        return found
+
     def adopt(self, extents: Extents, tags: npt.NDArray[np.int64]) -> None:
         """Set the tags of the live rows at these extents."""
         offsets = np.frombuffer(self.offsets, np.uint64)
@@ -99,6 +113,13 @@ class Rows:
 def fingerprint(namespace: bytes, key: bytes) -> int:
     """64 bits of a digest and a key."""
     return int.from_bytes(namespace[:8], "little") ^ int.from_bytes(key[:8], "little")
+
+
+def fingerprints(namespace: bytes, keys: Keys) -> Column:
+    """The same for many keys of a namespace, [n]."""
+    heads = np.ascontiguousarray(keys[:, :8]).view("<u8")[:, 0]
+    found: Column = heads ^ np.uint64(int.from_bytes(namespace[:8], "little"))
+    return found
 
 
 class Unsynced:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +29,7 @@ from kvtierd.storage.interface import (
     Extent,
     Extents,
     IoMode,
-    LayerItem,
+    LayerParts,
     ReadItem,
     Recovered,
     WriteItem,
@@ -196,24 +195,25 @@ class SegmentStore:
         live = self._live
         if live is None:
             return [StorageError("the store is closed") for _ in items]
-        return await self._timed(live, live.reads.read(items))
+        begun_ns = self._clock.now_ns()
+        errors = await uninterrupted(live.reads.read(items))
+        self._note_read(live, begun_ns, errors)
+        return errors
 
-    async def read_layers(self, items: Sequence[LayerItem]) -> list[StorageError | None]:
+    async def read_layers(self, parts: LayerParts) -> dict[int, StorageError]:
         """Fetch layer parts; see BlockStore.read_layers."""
         live = self._live
         if live is None:
-            return [StorageError("the store is closed") for _ in items]
-        return await self._timed(live, live.layer_reads.read(items))
-
-    async def _timed(
-        self, live: Live, read: Coroutine[Any, Any, list[StorageError | None]]
-    ) -> list[StorageError | None]:
+            return {i: StorageError("the store is closed") for i in range(len(parts))}
         begun_ns = self._clock.now_ns()
-        errors = await uninterrupted(read)
+        errors = await live.layer_reads.read(parts)
+        self._note_read(live, begun_ns, errors.values())
+        return errors
+
+    def _note_read(self, live: Live, begun_ns: int, errors: Iterable[StorageError | None]) -> None:
         self._counters["read_ns"] += self._clock.now_ns() - begun_ns
         if any(isinstance(error, DiskError) for error in errors):
             live.health.suspect()
-        return errors
 
     async def delete(self, items: Sequence[tuple[bytes, bytes, Extent]]) -> None:
         """Append tombstones; durable after the next flush. Extents that hold another block by now are passed over.

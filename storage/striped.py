@@ -30,7 +30,7 @@ from kvtierd.core.errors import ExitCode, StartupError, StorageError
 from kvtierd.core.namespace import Namespace
 from kvtierd.core.progress import Progress
 from kvtierd.core.units import MIB
-from kvtierd.storage.interface import DiskError, Extent, Extents, IoMode, LayerItem, ReadItem, Recovered, WriteItem
+from kvtierd.storage.interface import DiskError, Extent, Extents, IoMode, LayerParts, ReadItem, Recovered, WriteItem
 from kvtierd.storage.merging import merge
 from kvtierd.storage.rewriting import Heats, Moved
 from kvtierd.storage.ring import Reclaimed
@@ -229,17 +229,21 @@ class StripedStore:
         await uninterrupted(_all(read_from(place, indices) for place, indices in groups.items()))
         return errors
 
-    async def read_layers(self, items: Sequence[LayerItem]) -> list[StorageError | None]:
+    async def read_layers(self, parts: LayerParts) -> dict[int, StorageError]:
         """See BlockStore.read_layers: all devices at once."""
-        errors: list[StorageError | None] = [None] * len(items)
+        errors: dict[int, StorageError] = {}
+        places = parts.extents.segment % len(self._devices)
 
-        async def read_from(place: int, indices: list[int]) -> None:
-            own = [dataclasses.replace(items[i], extent=self._own(items[i].extent)) for i in indices]
-            for index, error in zip(indices, await self._devices[place].store.read_layers(own), strict=True):
-                errors[index] = error
+        async def read_from(place: int) -> None:
+            mine = np.flatnonzero(places == place)
+            own = parts.take(mine)
+            numbers = own.extents.segment // np.uint32(len(self._devices))
+            own.extents = dataclasses.replace(own.extents, segment=numbers)
+            found = await self._devices[place].store.read_layers(own)
+            parts.sums[mine] = own.sums
+            errors.update((int(mine[i]), error) for i, error in found.items())
 
-        groups = self._by_device([item.extent for item in items])
-        await uninterrupted(_all(read_from(place, indices) for place, indices in groups.items()))
+        await uninterrupted(_all(read_from(place) for place in np.unique(places).tolist()))
         return errors
 
     async def delete(self, items: Sequence[tuple[bytes, bytes, Extent]]) -> None:

@@ -9,17 +9,17 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
+async def uninterrupted(work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
     """Await `work`; a cancellation is passed on only when the work has ended."""
-    task = asyncio.ensure_future(work)
+    future = asyncio.ensure_future(work)
     cancelled = False
-    while not task.done():
+    while not future.done():
         try:
-            await asyncio.wait([task])
+            await asyncio.wait([future])
         except asyncio.CancelledError:
             cancelled = True
     if cancelled:
-        if not task.cancelled():
-            task.exception()  # it counts as seen: the cancelled caller has no use for it
+        if not future.cancelled():
+            future.exception()  # it counts as seen: the cancelled caller has no use for it
         raise asyncio.CancelledError
-    return task.result()
+    return future.result()

@@ -13,7 +13,7 @@ from kvtierd.core.checksum import Bytes, Sums, block_sum, layer_sums
 from kvtierd.core.errors import CorruptionError, StorageError
 from kvtierd.core.namespace import Namespace
 from kvtierd.core.stored_form import Codec, form_of
-from kvtierd.storage.interface import Extent, Extents, IoMode, LayerItem, ReadItem, Recovered, WriteItem
+from kvtierd.storage.interface import Extent, Extents, IoMode, LayerParts, ReadItem, Recovered, WriteItem
 from kvtierd.storage.layout import block_shape
 
 
@@ -103,11 +103,12 @@ class MemoryStore:
         await asyncio.sleep(0)
         return [self._read(item) for item in items]
 
-    async def read_layers(self, items: Sequence[LayerItem]) -> list[StorageError | None]:
+    async def read_layers(self, parts: LayerParts) -> dict[int, StorageError]:
         """Copy layer parts out, verified."""
         await asyncio.sleep(0)
-        self.layer_reads += len(items)
-        return [self._read_layer(item) for item in items]
+        self.layer_reads += len(parts)
+        found = {i: self._read_layer(parts, i) for i in range(len(parts))}
+        return {i: error for i, error in found.items() if error is not None}
 
     async def delete(self, items: Sequence[tuple[bytes, bytes, Extent]]) -> None:
         """Forget blocks that still lie where the caller says."""
@@ -172,22 +173,23 @@ class MemoryStore:
         item.sums[:] = held[2]
         return None
 
-    def _read_layer(self, item: LayerItem) -> StorageError | None:
+    def _read_layer(self, parts: LayerParts, i: int) -> StorageError | None:
         if self.fail_reads:
             self.fail_reads -= 1
             return StorageError("read: injected failure")
-        held = self.blocks.get((item.namespace, item.key))
-        if held is None or held[0].offset != item.extent.offset:
-            return StorageError(f"block {item.key.hex()[:16]} is no longer there")
-        if (stored := self.codecs.get(held[0].offset, Codec.RAW)) != item.codec:
-            return StorageError(f"the extent is of codec {stored}, not {item.codec}")
-        shape = form_of(item.geometry, item.codec)
-        begin = item.layer * shape.layer_stride
-        item.out[:] = held[1][begin : begin + shape.layer_stride]
-        if block_sum(held[2]) != item.block_sum:
-            return CorruptionError(f"block {item.key.hex()[:16]}: another block lies there")
-        if not item.known:
-            item.sums[:] = held[2]
-        if xxhash.xxh3_64_intdigest(item.out[: shape.layer_bytes].data) != int(item.sums[item.layer]):
-            return CorruptionError(f"block {item.key.hex()[:16]}: checksum mismatch of layer {item.layer} on disk")
+        held = self.blocks.get((parts.namespace, parts.keys[i].tobytes()))
+        if held is None or held[0].offset != parts.extents[i].offset:
+            return StorageError(f"{parts.name(i)} is no longer there")
+        if (stored := self.codecs.get(held[0].offset, Codec.RAW)) != parts.codec:
+            return StorageError(f"the extent is of codec {stored}, not {parts.codec}")
+        shape = form_of(parts.geometry, parts.codec)
+        begin = parts.layer * shape.layer_stride
+        out = parts.memory[parts.offsets[i] :][: shape.layer_stride]
+        out[:] = held[1][begin : begin + shape.layer_stride]
+        if block_sum(held[2]) != parts.block_sums[i]:
+            return CorruptionError(f"{parts.name(i)}: another block lies there")
+        if not parts.known[i]:
+            parts.sums[i] = held[2]
+        if xxhash.xxh3_64_intdigest(out[: shape.layer_bytes].data) != int(parts.sums[i, parts.layer]):
+            return CorruptionError(f"{parts.name(i)}: checksum mismatch of layer {parts.layer} on disk")
         return None

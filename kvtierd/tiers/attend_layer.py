@@ -6,10 +6,11 @@ import asyncio
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtierd.core.errors import CorruptionError, ErrorCode, RequestError, StorageError
 from kvtierd.core.geometry import Geometry
@@ -18,7 +19,7 @@ from kvtierd.gpu.attend import Array, AttentionDevice, Partial
 from kvtierd.gpu.attend import Blocks as Parts
 from kvtierd.gpu.slot_pool import Slots
 from kvtierd.storage.interface import DiskError
-from kvtierd.tiers.attend_places import Codecs, Fidelity, LayerForm, Numbers, Place, lossy_at, places_of
+from kvtierd.tiers.attend_places import Addresses, Codecs, Fidelity, LayerForm, Numbers, Place, lossy_at, places_of
 from kvtierd.tiers.attend_request import LayerQuery
 from kvtierd.tiers.attend_ring import StagingRing
 from kvtierd.tiers.attend_stream import Job, Stream
@@ -26,6 +27,7 @@ from kvtierd.tiers.copies import Copies
 from kvtierd.tiers.sequences import OpenedSequence, Sequences, hold, unhold
 
 T = TypeVar("T")
+Flags = npt.NDArray[np.bool_]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -176,23 +178,16 @@ class LayerWork:
     async def _arrived(self, stream: Stream, jobs: list[Job]) -> None:
         """Compute the parts of jobs, all that have arrived together: the busier the loop, the fewer pieces."""
         try:
-            base, step = self._owner.ring.address(0), stream.part_bytes
-            numbers = np.concatenate([job.numbers for job in jobs])
-            begins = np.concatenate([base + job.offset + step * np.arange(job.numbers.size) for job in jobs])
-            codecs = np.concatenate([job.codecs for job in jobs])
-            places = np.concatenate([job.places for job in jobs])
-            lossy = np.concatenate([job.lossy for job in jobs])
+            numbers, begins, codecs, places, lossy = self._columns_of(jobs, stream.part_bytes)
             # What was brought ahead may be computed where it lies by now, or be outside of what the queries see.
             wanted = self._missing[numbers]
-            good = np.array([error is None for job in jobs for error in job.errors])
-            if not good.all():
-                errors = [error for job in jobs for error in job.errors]
-                self._bring_again(stream, numbers, errors, np.flatnonzero(wanted & ~good))
-            if not (good & wanted).all():
-                which = np.flatnonzero(good & wanted)
-                numbers, begins, codecs, places = numbers[which], begins[which], codecs[which], places[which]
-                lossy = lossy[which]
-            parts = self._form.of_parts(begins.astype(np.uint64), codecs, numbers, self._tokens(numbers), Place.NVME)
+            if errors := _errors_of(jobs):
+                self._bring_again(stream, numbers, {i: error for i, error in errors.items() if wanted[i]})
+                wanted[list(errors)] = False
+            if not wanted.all():
+                numbers, begins, codecs = numbers[wanted], begins[wanted], codecs[wanted]
+                places, lossy = places[wanted], lossy[wanted]
+            parts = self._form.of_parts(begins, codecs, numbers, self._tokens(numbers), Place.NVME)
             for piece in self._pieces(parts):
                 await self._owner.run(*piece)
             self._tally.lossy.update(numbers[lossy].tolist())
@@ -202,19 +197,32 @@ class LayerWork:
             for job in jobs:
                 stream.done(job)
 
-    def _bring_again(
-        self, stream: Stream, numbers: Numbers, errors: Sequence[StorageError | None], bad: Numbers
-    ) -> None:
+    def _columns_of(self, jobs: list[Job], step: int) -> tuple[Numbers, Addresses, Codecs, Codecs, Flags]:
+        """Of the parts of these jobs: numbers, addresses in the ring, codecs, places, and which are lossy."""
+        base = self._owner.ring.address(0)
+        begins = [base + job.offset + step * np.arange(job.numbers.size) for job in jobs]
+        if len(jobs) == 1:
+            (job,) = jobs
+            return job.numbers, begins[0].astype(np.uint64), job.codecs, job.places, job.lossy
+        return (
+            np.concatenate([job.numbers for job in jobs]),
+            np.concatenate(begins).astype(np.uint64),
+            np.concatenate([job.codecs for job in jobs]),
+            np.concatenate([job.places for job in jobs]),
+            np.concatenate([job.lossy for job in jobs]),
+        )
+
+    def _bring_again(self, stream: Stream, numbers: Numbers, errors: dict[int, StorageError]) -> None:
         """Some parts did not come: once more from where their blocks are by now, or an error that names the block."""
-        for i in bad.tolist():
-            error, number = errors[i], int(numbers[i])
+        for i, error in sorted(errors.items()):
+            number = int(numbers[i])
             row = self._sequence.rows[number : number + 1]
             elsewhere = places_of(self._copies, row, self._fidelity)[0] != Place.NOWHERE
             if number in self._tried or not elsewhere or isinstance(error, CorruptionError | DiskError):
                 raise self._lost(number, error)
             self._tried.add(number)
-        if bad.size:
-            stream.again(numbers[bad])
+        if errors:
+            stream.again(numbers[sorted(errors)])
 
     def _lost(self, number: int, error: StorageError | None = None) -> RequestError:
         name = self._sequence.key_of(self._copies, number)
@@ -227,6 +235,16 @@ class LayerWork:
             message = f"{name} of the sequence has no exact copy any more; allow loss, or store it again"
             return RequestError(ErrorCode.NOT_PRESENT, message)
         return RequestError(ErrorCode.NOT_PRESENT, f"{name} of the sequence is in no tier any more")
+
+
+def _errors_of(jobs: list[Job]) -> dict[int, StorageError]:
+    """What went wrong with the parts of jobs, by their place among all of them."""
+    found: dict[int, StorageError] = {}
+    first = 0
+    for job in jobs:
+        found.update((first + i, error) for i, error in job.errors.items())
+        first += job.numbers.size
+    return found
 
 
 def _results(partials: list[Partial], dtype: str) -> list[Array]:

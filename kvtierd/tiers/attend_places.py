@@ -43,6 +43,7 @@ class Place(enum.IntEnum):
     """In host, in FP8."""
 
 
+_NVME = int(Place.NVME)
 _TIERS = np.zeros(len(Place), np.uint8)
 _TIERS[[Place.GPU, Place.GPU_ONLY]], _TIERS[Place.NVME] = TIER_GPU, TIER_NVME
 _TIERS[[Place.HOST, Place.SCATTERED, Place.COMPRESSED]] = TIER_HOST
@@ -64,6 +65,8 @@ def places_of(copies: Copies, rows: Rows, fidelity: Fidelity = Fidelity.ANY) -> 
     """The best place of each block now, [n] uint8 (`Place`)."""
     forms = copies.shapes.forms
     if fidelity is Fidelity.ANY or not forms.seen:
+        if (copies.blocks.residency(rows) == TIER_NVME).all():  # most of what is brought lies there and nowhere else
+            return np.full(rows.size, _NVME, np.uint8)
         return _places(copies, rows, np.zeros(rows.size, np.uint8))
     found = _places(copies, rows, forms.lossy[rows])
     if fidelity is Fidelity.EXACT_FIRST and (left := np.flatnonzero(found == Place.NOWHERE)).size:

@@ -41,10 +41,9 @@ HEADERS_MAX_BYTES = MIB
 class Job:
     """Parts of blocks `numbers` [k] of the sequence, one behind the other in a piece of the ring.
 
-    Once it has arrived, `errors` has None for each that is good, `codecs` ([k], kvtierd.core.stored_form) the form in
-    which it is there, `places` ([k], `Place`) where it came from, and `lossy` ([k]) whether that copy had been through
-    FP8. `counted` are those that count as blocks of its
-    tenant on their way from nvme.
+    Once it has arrived, `errors` says by index which of them are not good, `codecs` ([k], kvtierd.core.stored_form) in
+    which form each is there, `places` ([k], `Place`) where it came from, and `lossy` ([k]) whether that copy had been
+    through FP8. `counted` are those that count as blocks of their tenant on their way from nvme.
     """
 
     stream: Stream
@@ -55,11 +54,11 @@ class Job:
     places: Codecs
     lossy: npt.NDArray[np.bool_]
     counted: int = 0
-    errors: list[StorageError | None] = dataclasses.field(default_factory=list)
+    errors: dict[int, StorageError] = dataclasses.field(default_factory=dict)
     failure: BaseException | None = None
 
 
-Fetch = Callable[[OpenedSequence, int, Job], Awaitable[list[StorageError | None]]]
+Fetch = Callable[[OpenedSequence, int, Job], Awaitable[None]]
 """Bring the parts of a job: sequence, layer, job."""
 
 Count = Callable[[OpenedSequence, Numbers, Fidelity], int]
@@ -286,7 +285,7 @@ class Stream:
 
     async def _bring(self, job: Job) -> None:
         try:
-            job.errors = await self._fetch(self.sequence, self.layer, job)
+            await self._fetch(self.sequence, self.layer, job)
             self.brought_bytes += job.size
         except Exception as error:  # noqa: BLE001 - raised where the job is taken
             job.failure = error

@@ -120,10 +120,10 @@ def test_case_04_a_disk_that_does_not_read_is_an_error_and_later_reads_go_on():
     class Refusing(MemoryStore):
         refuse = False
 
-        async def read_layers(self, items):
+        async def read_layers(self, parts):
             if self.refuse:
-                return [DiskError("cannot read: injected")] * len(items)
-            return await super().read_layers(items)
+                return {i: DiskError("cannot read: injected") for i in range(len(parts))}
+            return await super().read_layers(parts)
 
     store = Refusing()
 
@@ -144,12 +144,12 @@ def test_a_block_that_moves_on_disk_between_planning_and_reading_is_read_where_i
     class Moving(MemoryStore):
         moves = 0
 
-        async def read_layers(self, items):
+        async def read_layers(self, parts):
             if not self.moves:
                 self.moves = 1
-                for item in items:
-                    assert self.move(item.namespace, item.key)
-            return await super().read_layers(items)
+                for key in parts.keys:
+                    assert self.move(parts.namespace, key.tobytes())
+            return await super().read_layers(parts)
 
     async def scenario(made):
         await made.place(["nvme"] * BLOCKS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import platform
@@ -14,14 +15,38 @@ import pytest
 from kvtierd.core.checksum import Bytes
 from kvtierd.core.units import PAGE_BYTES
 from kvtierd.storage import aio
-from kvtierd.storage.buffers import Scratch, page_buffer
+from kvtierd.storage.buffers import Scratch, address, page_buffer
 from kvtierd.storage.io import SegmentFile
 from kvtierd.storage.io_posix import PosixFile, PosixIo
-from kvtierd.storage.parts import PartRead, read_parts
+from kvtierd.storage.parts import PartReads, read_parts
 from kvtierd.testing.faulty_io import Fault, FaultyIo
 
 PAGES = 300
 """More than a queue takes at once."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class PartRead:
+    """A row of `PartReads`, and what became of it."""
+
+    file: SegmentFile
+    out: Bytes
+    offset: int
+    error: OSError | None = None
+
+
+def read_all(reads: list[PartRead], scratch: Scratch) -> None:
+    files = list({id(read.file): read.file for read in reads}.values())
+    columns = PartReads(
+        files,
+        np.array([files.index(read.file) for read in reads], np.int64),
+        np.array([address(read.out) for read in reads], np.uint64),
+        np.array([read.out.size for read in reads], np.int64),
+        np.array([read.offset for read in reads], np.int64),
+    )
+    errors = read_parts(columns, scratch)
+    for i, read in enumerate(reads):
+        read.error = errors.get(i)
 
 
 @pytest.fixture
@@ -56,10 +81,10 @@ def test_all_parts_of_a_batch_come(tmp_path: Path, data: Bytes, scratch: Scratch
     file = direct(tmp_path)
     try:
         reads = every_other_page(file)
-        read_parts(reads, scratch)
+        read_all(reads, scratch)
         check(reads, data)
         assert (scratch.queue is not None) == (platform.machine() in {"x86_64", "aarch64"})
-        read_parts(reads, scratch)  # a queue is used again
+        read_all(reads, scratch)  # a queue is used again
         check(reads, data)
     finally:
         file.close()
@@ -72,7 +97,7 @@ def test_a_system_without_queues_reads_one_by_one(
     file = direct(tmp_path)
     try:
         reads = every_other_page(file)
-        read_parts(reads, scratch)
+        read_all(reads, scratch)
         check(reads, data)
         assert scratch.queue is None
     finally:
@@ -87,7 +112,7 @@ def test_parts_of_several_files_and_unaligned_memory_are_mixed(tmp_path: Path, d
             memory = page_buffer(2 * PAGE_BYTES)
             out = memory[page % 2 * 8 :][:PAGE_BYTES]
             reads.append(PartRead(files[page % 3], out, page * PAGE_BYTES))
-        read_parts(reads, scratch)
+        read_all(reads, scratch)
         check(reads, data)
     finally:
         for file in files:
@@ -102,7 +127,7 @@ def test_what_cannot_be_read_fails_alone(tmp_path: Path, data: Bytes, scratch: S
         reads = every_other_page(file)
         bad = PartRead(gone, page_buffer(PAGE_BYTES), 0)
         behind = PartRead(file, page_buffer(PAGE_BYTES), (PAGES + 8) * PAGE_BYTES)
-        read_parts([*reads[:40], bad, *reads[40:], behind], scratch)
+        read_all([*reads[:40], bad, *reads[40:], behind], scratch)
         gone.close()
         check(reads, data)
         assert bad.error is not None
@@ -118,7 +143,7 @@ def test_a_part_that_ends_short_is_an_error_and_not_a_part(tmp_path: Path, data:
     try:
         across_the_end = PartRead(file, page_buffer(2 * PAGE_BYTES), (PAGES - 1) * PAGE_BYTES)
         whole = every_other_page(file)
-        read_parts([across_the_end, *whole], scratch)
+        read_all([across_the_end, *whole], scratch)
         check(whole, data)
         assert across_the_end.error is not None
     finally:
@@ -130,7 +155,7 @@ def test_files_that_know_no_batches_fail_as_ever(tmp_path: Path, data: Bytes, sc
     file = io.open(tmp_path / "file")
     try:
         reads = every_other_page(file)
-        read_parts(reads, scratch)
+        read_all(reads, scratch)
         (failed,) = [read for read in reads if read.error is not None]
         assert failed.offset == 4 * PAGE_BYTES
         assert failed.error is not None
@@ -146,9 +171,9 @@ def test_a_refused_request_is_read_in_the_ordinary_way(
     file = direct(tmp_path)
     try:
         reads = every_other_page(file)
-        read_parts(reads[:2], scratch)
+        read_all(reads[:2], scratch)
         monkeypatch.setattr(aio.AsyncReads, "read", lambda *_: np.full(len(reads), -errno.EAGAIN))
-        read_parts(reads, scratch)
+        read_all(reads, scratch)
         check(reads, data)
     finally:
         file.close()

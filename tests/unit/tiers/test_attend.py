@@ -245,10 +245,10 @@ def test_parts_ahead_that_are_still_on_their_way_give_way_when_they_arrive():
     class Slow(MemoryStore):
         gate = None
 
-        async def read_layers(self, items):
+        async def read_layers(self, parts):
             if self.gate is not None:
                 await self.gate.wait()
-            return await super().read_layers(items)
+            return await super().read_layers(parts)
 
     store = Slow()
 

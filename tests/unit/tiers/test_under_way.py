@@ -117,12 +117,12 @@ class Counting(MemoryStore):
 
     now, highest = 0, 0
 
-    async def read_layers(self, items):
-        self.now += len(items)
+    async def read_layers(self, parts):
+        self.now += len(parts)
         self.highest = max(self.highest, self.now)
         await asyncio.sleep(0.001)
-        self.now -= len(items)
-        return await super().read_layers(items)
+        self.now -= len(parts)
+        return await super().read_layers(parts)
 
 
 def test_attention_reads_no_more_blocks_at_once_than_its_tenant_may():
