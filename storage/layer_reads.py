@@ -28,6 +28,7 @@ from kvtierd.storage.segment import Segment, fingerprints
 from kvtierd.storage.uninterrupted import uninterrupted
 
 Indices = npt.NDArray[np.intp]
+_NONE: Indices = np.zeros(0, np.intp)
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,6 +40,7 @@ class _Fetch:
 
     parts: LayerParts
     shape: BlockShape
+    all_known: bool
     which: npt.NDArray[np.int64]
     errors: dict[int, StorageError] = dataclasses.field(default_factory=dict)
     segments: list[Segment] = dataclasses.field(default_factory=list)
@@ -54,6 +56,8 @@ class _Fetch:
     @property
     def unknown(self) -> Indices:
         """Those without an error whose layer sums are not known."""
+        if self.all_known:
+            return _NONE
         good = self.good
         found: Indices = good[~self.parts.known[good]]
         return found
@@ -61,7 +65,8 @@ class _Fetch:
     @property
     def needed_bytes(self) -> int:
         """What is read, or was, of those without an error."""
-        return self.good.size * self.shape.layer_stride + self.unknown.size * self.shape.header_bytes
+        count = len(self.parts) - len(self.errors)
+        return count * self.shape.layer_stride + self.unknown.size * self.shape.header_bytes
 
     def addresses(self, which: Indices) -> Sums:
         """Where these go in memory."""
@@ -89,7 +94,7 @@ class LayerReads:
         shape = block_shape(parts.geometry, parts.codec)
         if problem := _problem(parts, shape):
             return {i: StorageError(problem) for i in range(len(parts))}
-        fetch = _Fetch(parts, shape, np.zeros(len(parts), np.int64))
+        fetch = _Fetch(parts, shape, bool(parts.known.all()), np.zeros(len(parts), np.int64))
         self._locate(fetch)
         if len(fetch.errors) < len(parts):
             await self._execute(fetch)
@@ -98,23 +103,24 @@ class LayerReads:
 
     def _locate(self, fetch: _Fetch) -> None:
         parts, extents = fetch.parts, fetch.parts.extents
-        numbers, which = np.unique(extents.segment, return_inverse=True)
         prints = fingerprints(parts.namespace, parts.keys)
         there = np.zeros(len(parts), np.bool_)
-        for place, number in enumerate(numbers.tolist()):
+        for number in dict.fromkeys(extents.segment.tolist()):
             segment = self._ring.get(number)
             if segment is None or segment.life is None:
                 continue
-            mine = np.flatnonzero(which == place)
+            mine = extents.segment == number
             fetch.which[mine] = len(fetch.segments)
             fetch.segments.append(segment)
             fetch.lives.append(segment.life)
-            there[mine] = segment.rows.are_live(extents.take(mine), prints[mine])
-        for i in np.flatnonzero(~there).tolist():
-            fetch.errors[i] = GoneError(f"{parts.name(i)} is no longer in {fetch.where(i)}")
-        for i in np.flatnonzero(extents.length != fetch.shape.length).tolist():
-            what = f"an extent of {extents.length[i]} bytes is no such block, which takes {fetch.shape.length}"
-            fetch.errors[i] = StorageError(what)
+            there |= mine & segment.rows.are_live(extents, prints)
+        if not there.all():
+            for i in np.flatnonzero(~there).tolist():
+                fetch.errors[i] = GoneError(f"{parts.name(i)} is no longer in {fetch.where(i)}")
+        if (wrong := extents.length != fetch.shape.length).any():
+            for i in np.flatnonzero(wrong).tolist():
+                what = f"an extent of {extents.length[i]} bytes is no such block, which takes {fetch.shape.length}"
+                fetch.errors[i] = StorageError(what)
 
     async def _execute(self, fetch: _Fetch) -> None:
         for segment in fetch.segments:
@@ -165,7 +171,7 @@ def _transfer(fetch: _Fetch, scratch: Scratch) -> None:
     for i, begin in zip(unknown.tolist(), begins.tolist(), strict=True):
         fetch.headers[i] = scratch.headers[begin : begin + shape.header_bytes]
     good = fetch.good
-    index = np.concatenate([unknown, good])
+    index = np.concatenate([unknown, good]) if unknown.size else good
     starts = parts.extents.page[index].astype(np.int64) * PAGE_BYTES
     starts[unknown.size :] += shape.header_bytes + parts.layer * shape.layer_stride
     sizes = np.full(index.size, shape.layer_stride, np.int64)

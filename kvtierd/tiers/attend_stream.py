@@ -23,8 +23,10 @@ from kvtierd.tiers.attend_places import Codecs, Fidelity, Numbers
 from kvtierd.tiers.attend_ring import StagingRing
 from kvtierd.tiers.sequences import OpenedSequence
 
-JOB_BYTES = 4 * MIB
+JOB_BYTES = 8 * MIB
 """Parts of a job: enough that the loop's own time for it is small against the disk's."""
+JOBS_IN_RING = 8
+"""Jobs that the ring has room for, at least: those that the disk works on, and those that are computed."""
 SMALL_JOB_BYTES = 2 * MIB
 """Parts of the last jobs, if they are no larger themselves."""
 FIRST_JOBS = 2
@@ -229,10 +231,10 @@ class Stream:
             asyncio.get_running_loop().call_soon(self._changed.set)
 
     def _batches(self, numbers: Numbers) -> list[Numbers]:
-        """Cut blocks into jobs: of a fair size, the last ones smaller and smaller, never more than a quarter of the
-        ring, nor more than their tenant may have under way."""
+        """Cut blocks into jobs: of a fair size, the last ones smaller and smaller, never more than their share
+        of the ring, nor more than their tenant may have under way."""
         read = self._least_part_bytes()
-        most = max(1, min(JOB_BYTES // read, self._ring.size_bytes // 4 // self.part_bytes))
+        most = max(1, min(JOB_BYTES // read, self._ring.size_bytes // JOBS_IN_RING // self.part_bytes))
         headers = max(1, HEADERS_MAX_BYTES // block_header_bytes(self.sequence.entry.geometry.layers))
         most = min(most, headers, self._line.most(self._tenant) or most)
         least = max(1, SMALL_JOB_BYTES // read)
