@@ -76,6 +76,11 @@ class Client(SyncAttention):
         """What no result or exception tells: misses and drops without a daemon, sessions, late replies."""
         return self._connection.counters
 
+    @property
+    def epoch(self) -> int:
+        """The life of the daemon that said hello last; 0 before the first."""
+        return self._connection.epoch
+
     # Metadata
 
     def register(self, namespace: Namespace, *, allow_loss: bool = False, ttl_s: int = 0) -> NamespaceHandle:

@@ -19,6 +19,7 @@ try:
 except ImportError as error:
     raise ImportError("kvtierd.connectors.vllm wants vLLM 0.32 or later in this environment") from error
 
+from kvtierd.connectors.daemon_events import DaemonEvents
 from kvtierd.connectors.vllm_adapters import Adapters
 from kvtierd.connectors.vllm_events import SavesEnded, announcements_of
 from kvtierd.connectors.vllm_identity import check_config, model_facts
@@ -31,6 +32,7 @@ from kvtierd.connectors.vllm_transfers import Transfers
 from kvtierd.connectors.vllm_worker import WorkerSide
 from kvtierd.connectors.watch import Watch
 from kvtierd.protocol.client import Client
+from kvtierd.protocol.endpoint import is_remote
 
 __all__ = ["KvtierdConnector"]
 
@@ -60,6 +62,7 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._client: Client | None = None
         self._watch: Watch | None = None
+        self._events: DaemonEvents | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._shape: RankShape | None = None
@@ -149,6 +152,9 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
             lookups.introduce(adapters.base)
         block_size = int(self._spec.block_size)
         announcements = announcements_of(self._vllm_config, len(shapes), block_size)
+        if announcements is not None and not is_remote(self._client.endpoint):
+            client = self._client
+            self._events = DaemonEvents(client.endpoint, announcements.announced, lambda: client.epoch)
         self._scheduler = SchedulerSide(lookups, adapters, block_size, announcements)
         _log.info(
             "kvtierd: %s %s (named in %.1f s), %d rank(s), blocks of %d tokens and %d KiB a rank, daemon at %s: %s",
@@ -188,7 +194,7 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler.saved(connector_output.kv_connector_worker_meta.saves)
 
     def take_events(self) -> Iterable[Any]:
-        """vLLM's KV events of blocks that the daemon has stored since the last call."""
+        """vLLM's KV events of blocks that the daemon has, or has no longer, since the last call."""
         return self._scheduler.take_events() if self._scheduler is not None else ()
 
     def request_finished_all_groups(
@@ -213,10 +219,10 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """End threads and connections; what is stored is stored."""
-        for part in (self._watch, self._scheduler, self._worker, self._client):
+        for part in (self._events, self._watch, self._scheduler, self._worker, self._client):
             if part is not None:
                 part.close()
-        self._watch = self._scheduler = self._worker = self._client = None
+        self._events = self._watch = self._scheduler = self._worker = self._client = None
 
     def _step_plan(self) -> Plan:
         plan: Plan = self._get_connector_metadata()

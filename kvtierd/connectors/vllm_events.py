@@ -1,11 +1,12 @@
-"""vLLM's KV events of what the daemon stored: how they are made, and how workers tell the scheduler's half."""
+"""vLLM's KV events of what the daemon stored, and of what it has no longer: how they are made, and how workers tell the
+scheduler's half."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
@@ -32,11 +33,13 @@ class SavesEnded(KVConnectorWorkerMetadata):
 
 
 def announcements_of(vllm_config: Any, ranks: int, block_size: int) -> Announcements | None:
-    """What gathers events of stored blocks; None where vLLM's KV events are off."""
+    """What gathers events of the daemon's blocks; None where vLLM's KV events are off."""
     config = vllm_config.kv_events_config
     if config is None or not config.enable_kv_cache_events:
         return None
-    return Announcements(ranks, lambda request, begin, end: block_stored(request, begin, end, block_size))
+    return Announcements(
+        ranks, lambda request, begin, end: block_stored(request, begin, end, block_size), blocks_removed
+    )
 
 
 def block_stored(request: Any, begin: int, end: int, block_size: int) -> BlockStored | None:
@@ -65,3 +68,8 @@ def block_stored(request: Any, begin: int, end: int, block_size: int) -> BlockSt
         group_idx=0,
         session_id=request.session_id,
     )
+
+
+def blocks_removed(hashes: list[Any]) -> BlockRemoved:
+    """The event that blocks which such events told of are no longer to be had."""
+    return BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU, group_idx=0)

@@ -113,7 +113,7 @@ class SchedulerSide:
             self._announcements.ended(saves)
 
     def take_events(self) -> list[Any]:
-        """vLLM's KV events of blocks that were stored since the last call."""
+        """vLLM's KV events of blocks that the daemon has, or has no longer, since the last call."""
         return self._announcements.take() if self._announcements is not None else []
 
     def finished(self, request: Any) -> bool:
@@ -129,6 +129,8 @@ class SchedulerSide:
         """The weights were changed in place: requests that wait are looked up anew, and those that have begun are not
         cached any further, since their KV is of both."""
         self._adapters.renew()
+        if self._announcements is not None:
+            self._announcements.reset()
         for tracked in self._tracked.values():
             if tracked.request.num_computed_tokens:
                 tracked.may_load = tracked.may_save = False
@@ -155,6 +157,8 @@ class SchedulerSide:
         if tracked.found is None and (found := tracked.lookup.found()) is not None:
             tracked.found = found
             tracked.saved = found.blocks
+            if self._announcements is not None and found.blocks:
+                self._announcements.found(tracked.request, found.keys.keys(0, found.blocks))
         return tracked.found
 
     def _preempt(self, request_id: str) -> None:
@@ -179,7 +183,9 @@ class SchedulerSide:
             tracked.may_save = False
             return
         pages = tuple(state.get_block_ids(request.request_id)[0][tracked.saved : whole])
-        number = self._announcements.plan(request, tracked.saved, whole) if self._announcements is not None else 0
+        number = 0
+        if self._announcements is not None:
+            number = self._announcements.plan(request, tracked.saved, whole, found.keys.keys(tracked.saved, whole))
         self._plan.saves.append(_transfer(tracked, tracked.saved, whole, pages, number))
         tracked.saved, tracked.saving = whole, True
 

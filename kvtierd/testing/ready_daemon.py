@@ -10,7 +10,7 @@ from kvtierd.daemon.embedded import START_TIMEOUT_S, EmbeddedDaemon
 from kvtierd.protocol.client import Client
 from kvtierd.testing.waiting import wait_for
 
-_ARENA_S = 60.0
+_ARENA_S = 120.0
 
 
 class ReadyDaemon(EmbeddedDaemon):
@@ -24,18 +24,18 @@ class ReadyDaemon(EmbeddedDaemon):
     def start(self, timeout_s: float = START_TIMEOUT_S) -> Self:
         """As EmbeddedDaemon's."""
         super().start(timeout_s)
-        with Client(self.endpoint, timeout_s=5) as probe:
+        with Client(self.endpoint, timeout_s=20) as probe:
             wait_for(lambda: _is_whole(probe), _ARENA_S)
         return self
 
     def blocks(self) -> int:
         """Blocks stored so far."""
-        with Client(self.endpoint, timeout_s=5) as probe:
+        with Client(self.endpoint, timeout_s=20) as probe:
             return int(probe.stats()["committed_blocks"])
 
     def await_blocks(self, count: int) -> None:
         """Engines store beside their steps: wait until so many blocks are there."""
-        wait_for(lambda: self.blocks() >= count, 20)
+        wait_for(lambda: self.blocks() >= count, 60)
 
 
 def _is_whole(client: Client) -> bool:

@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from kvtierd.protocol import sessions
+from kvtierd.protocol.client import Client
 from kvtierd.protocol.endpoint import SOCKET_NAME
 from kvtierd.protocol.messages import PROTOCOL_VERSION
 from kvtierd.testing.fake_daemon import ThreadDaemon
@@ -41,6 +42,12 @@ class Router:
         """What was stored there."""
         self.listen()
         return [event for event in self.heard if event["type"] == "BlockStored" and event["medium"] == medium]
+
+    def removed(self, medium: str) -> list[Any]:
+        """Hashes of what is gone from there."""
+        self.listen()
+        gone = [event for event in self.heard if event["type"] == "BlockRemoved" and event["medium"] == medium]
+        return [each for event in gone for each in event["block_hashes"]]
 
     def close(self) -> None:
         self._socket.close(0)
@@ -93,12 +100,13 @@ def test_daemon_of_another_version_then_one_whose_blocks_are_announced(
             alone = goes_on_without_a_cache(engine, router, prompt)
         daemon = stack.enter_context(make_daemon("upgraded"))
         switch(Path(daemon.endpoint.removeprefix("ipc://")).parent)
-        wait_for(lambda: "is back" in engine.log(), 30)
+        wait_for(lambda: "is back" in engine.log(), 60)
         assert engine.reset_prefix_cache()
         router.listen()
         router.heard.clear()
         again = blocks_are_announced_when_the_daemon_has_them(engine, router, daemon, prompt, whole)
         same(again, alone)
+        blocks_are_told_to_be_gone_when_the_daemon_has_them_no_longer(engine, router, daemon, prompt)
 
 
 def goes_on_without_a_cache(engine, router, prompt):
@@ -114,7 +122,7 @@ def blocks_are_announced_when_the_daemon_has_them(engine, router, daemon, prompt
     engine.answer(prompt)
     daemon.await_blocks(whole(prompt) // BLOCK_TOKENS)
     engine.answer(prompt[:10], 4)  # events come with a step of the engine
-    wait_for(lambda: len(router.stored("CPU")) > 0, 20)
+    wait_for(lambda: len(router.stored("CPU")) > 0, 60)
     event = router.stored("CPU")[0]
     own = [each for each in router.stored("GPU") if each["token_ids"] == event["token_ids"]]
     assert event["token_ids"] == prompt[: whole(prompt)]
@@ -126,3 +134,17 @@ def blocks_are_announced_when_the_daemon_has_them(engine, router, daemon, prompt
     assert again.cached == whole(prompt)
     assert len(router.stored("CPU")) == 1, "what was found is not stored again"
     return again
+
+
+def blocks_are_told_to_be_gone_when_the_daemon_has_them_no_longer(engine, router, daemon, prompt):
+    told = router.stored("CPU")[0]["block_hashes"]
+    assert router.removed("CPU") == []
+    with Client(daemon.endpoint, timeout_s=20) as client:
+        assert client.purge() > 0
+
+    def heard() -> bool:
+        engine.answer(prompt[:10], 4)  # events come with a step of the engine
+        return len(router.removed("CPU")) > 0
+
+    wait_for(heard, 60)
+    assert sorted(router.removed("CPU")) == sorted(told)

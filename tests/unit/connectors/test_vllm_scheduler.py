@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -254,9 +256,17 @@ def test_a_token_that_cannot_be_hashed_ends_the_saving_and_not_the_engine(side, 
     assert side.plan(fake_step({"r": 12}, {"r": [1, 2, 3]})).saves == []
 
 
+def told(request, begin, end):
+    hashes = [(tuple(request.all_token_ids[: 4 * (block + 1)])) for block in range(begin, end)]
+    return SimpleNamespace(request_id=request.request_id, begin=begin, end=end, block_hashes=hashes)
+
+
+def events_of(side):
+    return [(event.request_id, event.begin, event.end) for event in side.take_events()]
+
+
 def test_blocks_that_all_ranks_have_stored_are_announced(lookups):
-    announcements = Announcements(2, lambda request, begin, end: (request.request_id, begin, end))
-    side = SchedulerSide(lookups, Base(), 4, announcements)
+    side = SchedulerSide(lookups, Base(), 4, Announcements(2, told, list))
     first, second = FakeRequest("a", list(range(12))), FakeRequest("b", list(range(20, 32)))
     for request in (first, second):
         side.add(request)
@@ -269,10 +279,45 @@ def test_blocks_that_all_ranks_have_stored_are_announced(lookups):
     assert side.take_events() == []  # one rank is none
     side.finished(first)
     side.saved({numbers[0]: [2], numbers[1]: [0, 3]})
-    assert side.take_events() == [("a", 0, 2)]
+    assert events_of(side) == [("a", 0, 2)]
     assert side.take_events() == []
     side.saved({99: [1, 1]})
     assert side.take_events() == []
+
+
+def test_blocks_that_are_found_are_announced_once_and_again_after_they_were_gone(lookups):
+    announcements = Announcements(1, told, lambda names: ("gone", names))
+    side = SchedulerSide(lookups, Base(), 4, announcements)
+
+    def comes(name, blocks):
+        request = FakeRequest(name, list(range(18)))
+        side.add(request)
+        lookups.asked[-1].reply(blocks)
+        side.matched(request, 0)
+        return request
+
+    request = comes("a", 2)
+    assert events_of(side) == [("a", 0, 2)]
+    comes("b", 4)
+    assert events_of(side) == [("b", 2, 4)]
+    comes("c", 4)
+    assert side.take_events() == []
+    announcements.announced.removed([keys_of(request, 3, 4).tobytes()])
+    assert side.take_events() == [("gone", [tuple(range(16))])]
+    announcements.announced.stored([keys_of(request, 3, 4).tobytes()])
+    comes("d", 4)
+    assert events_of(side) == [("d", 3, 4)]
+
+
+def test_what_was_announced_is_gone_when_the_weights_change(lookups):
+    side = SchedulerSide(lookups, Base(), 4, Announcements(1, told, lambda names: ("gone", names)))
+    request = FakeRequest("a", list(range(10)))
+    side.add(request)
+    lookups.asked[-1].reply(1)
+    side.matched(request, 0)
+    assert events_of(side) == [("a", 0, 1)]
+    side.reset()
+    assert side.take_events() == [("gone", [(0, 1, 2, 3)])]
 
 
 def test_saves_have_no_number_where_nobody_wants_events(side, lookups):
