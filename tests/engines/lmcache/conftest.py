@@ -102,7 +102,7 @@ def make_adapter(endpoint: str, **parameters: Any) -> Any:
     from lmcache.v1.distributed.l2_adapters import create_l2_adapter
     from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
 
-    settings = {"endpoint": endpoint, "lookup_timeout_ms": 5000, **parameters}
+    settings = {"endpoint": endpoint, "lookup_timeout_ms": 20000, **parameters}
     spec = {
         "module_path": "kvtierd.connectors.lmcache",
         "class_name": "KvtierdL2Adapter",

@@ -98,7 +98,7 @@ def test_case_18_locks_are_counted_and_end(caller, daemon, keys, objects):
 
 
 def pinned(daemon):
-    with Client(daemon.endpoint, timeout_s=5) as probe:
+    with Client(daemon.endpoint, timeout_s=20) as probe:
         return probe.stats()["pinned_bytes"]
 
 
@@ -129,7 +129,7 @@ def test_listing_and_usage_follow_stores_and_deletes(caller, keys, objects):
 def test_what_somebody_else_removed_leaves_the_accounts(caller, daemon, keys, objects):
     mine = keys(5, model="purged")
     caller.store(mine, objects(5, seed=10))
-    with Client(daemon.endpoint, timeout_s=5, transfer_timeout_s=20) as other:
+    with Client(daemon.endpoint, timeout_s=20, transfer_timeout_s=20) as other:
         other.purge()
     wait_for(lambda: caller.adapter.get_usage().total_bytes_used == 0)
     assert caller.adapter.list_l2_keys().entries == ()
@@ -149,7 +149,10 @@ def test_case_03_damaged_bytes_are_no_hit(caller, daemon, keys, objects):
     mine = keys(3, model="damaged")
     caller.store([mine[0], mine[2]], objects(2, seed=13))
     handle = Names("").handle(kind_of(mine[1]), SIZE)
-    with Client(daemon.endpoint, timeout_s=5) as other, other.reserve(handle, block_keys_of(handle, [mine[1]])) as slot:
+    with (
+        Client(daemon.endpoint, timeout_s=20) as other,
+        other.reserve(handle, block_keys_of(handle, [mine[1]])) as slot,
+    ):
         slot.views[0][:] = 1
         slot.commit(sums=np.array([[1]], np.uint64))
     assert caller.load(mine, objects(3)) == [0, 2]
@@ -179,7 +182,7 @@ def test_case_17_killed_and_started_again_it_serves_what_was_durable(make_daemon
         mine, source, target = keys(6), objects(6, seed=14), objects(6)
         caller = calling(adapter_at(daemon.endpoint))
         caller.store(mine, source)
-        with Client(daemon.endpoint, timeout_s=5, transfer_timeout_s=20) as probe:
+        with Client(daemon.endpoint, timeout_s=20, transfer_timeout_s=20) as probe:
             probe.flush()
         daemon.kill()
         assert caller.find(mine) == []

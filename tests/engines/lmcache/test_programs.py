@@ -15,7 +15,7 @@ PLUGIN = {"type": "plugin", "module_path": "kvtierd.connectors.lmcache", "class_
 
 
 def test_bench_l2_verifies_every_byte(daemon, command):
-    spec = {**PLUGIN, "adapter_params": {"endpoint": daemon.endpoint, "lookup_timeout_ms": 5000}}
+    spec = {**PLUGIN, "adapter_params": {"endpoint": daemon.endpoint, "lookup_timeout_ms": 20000}}
     size = ["--num-keys", "16", "--data-size-kb", "2048", "--rounds", "2", "--in-flight", "2"]
     more = ["--no-skip-verify", "--lookup-max-hit-rate", "0.5"]
     run = subprocess.run(
@@ -37,7 +37,7 @@ class Server:
     """`lmcache server` with a first level in memory and the adapter as the second, until the `with` block ends."""
 
     def __init__(self, command, endpoint, log):
-        spec = {**PLUGIN, "adapter_params": {"endpoint": endpoint, "lookup_timeout_ms": 5000}}
+        spec = {**PLUGIN, "adapter_params": {"endpoint": endpoint, "lookup_timeout_ms": 20000}}
         self._command, self._log = command, log
         self.port, self.http = free_port(), free_port()
         options = {
@@ -111,7 +111,7 @@ def sums(output, which):
 
 def test_after_a_restart_of_the_server_all_chunks_come_from_the_second_level(daemon, command, tmp_path):
     log = tmp_path / "server.log"
-    with Client(daemon.endpoint, timeout_s=5) as probe:
+    with Client(daemon.endpoint, timeout_s=20) as probe:
         before = probe.stats()["committed_blocks"]
         with Server(command, daemon.endpoint, log) as server:
             first = server.bench()

@@ -128,7 +128,7 @@ def backend(daemon: ReadyDaemon) -> Iterator[Callable[..., Any]]:
             "module_path": "kvtierd.connectors.sglang",
             "class_name": "KvtierdHiCache",
             "interface_v1": v1,
-            "kvtierd": {"endpoint": endpoint or daemon.endpoint, "lookup_timeout_ms": 5000, **(kvtierd or {})},
+            "kvtierd": {"endpoint": endpoint or daemon.endpoint, "lookup_timeout_ms": 20000, **(kvtierd or {})},
         }
         known = {
             "tp_rank": 0,

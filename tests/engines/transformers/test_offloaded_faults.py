@@ -60,15 +60,21 @@ def test_without_a_daemon_there_is_an_error_and_no_token_and_later_it_goes_on(
 ) -> None:
     prompt = text_ids[:, :310]
     expected = plain(prompt, **GREEDY)
-    cache = new_cache(timeout_s=0.5)
+    cache = new_cache()
+
+    def kill() -> None:
+        cache.blocks.timeout_s = 0.5
+        daemon.kill()
+
     try:
         with pytest.raises(OffloadError, match="cannot be reached; the past of this generation is there"):
-            offloaded_model.generate(prompt, past_key_values=cache, streamer=AfterTokens(3, daemon.kill), **GREEDY)
+            offloaded_model.generate(prompt, past_key_values=cache, streamer=AfterTokens(3, kill), **GREEDY)
         length = cache.get_seq_length()
         assert 310 <= length <= 313
     finally:
         daemon.start()
     await_daemon()
+    cache.blocks.timeout_s = 60
     # What was computed before is kept; asked for the rest, it answers the same.
     rest = {**GREEDY, "max_new_tokens": 320 - length - 1}
     assert torch.equal(offloaded_model.generate(expected[:, : length + 1], past_key_values=cache, **rest), expected)
@@ -82,7 +88,7 @@ def test_rows_that_moved_while_the_daemon_was_away_are_followed_later(
     daemon: EmbeddedDaemon,
     await_daemon: Callable[[], None],
 ) -> None:
-    cache, plain = new_cache(timeout_s=0.3), DynamicCache(config=model.config)
+    cache, plain = new_cache(), DynamicCache(config=model.config)
     fork = torch.cat([text_ids[:, :100], text_ids[:, 300:400]], dim=1)
     both = torch.cat([text_ids[:, :200], fork])
     token, other = both[:, -1:], torch.tensor([1, 1])  # what the rows share, and what row 1 has, becomes one run
@@ -91,6 +97,7 @@ def test_rows_that_moved_while_the_daemon_was_away_are_followed_later(
         model(input_ids=both, past_key_values=plain, use_cache=True)
         plain.reorder_cache(other)
         expected = model(input_ids=token, past_key_values=plain, use_cache=True).logits
+        cache.blocks.timeout_s = 0.3
         daemon.kill()
         try:
             with pytest.raises(OffloadError):
@@ -98,7 +105,7 @@ def test_rows_that_moved_while_the_daemon_was_away_are_followed_later(
         finally:
             daemon.start()
         await_daemon()
-        cache.blocks.timeout_s = 30
+        cache.blocks.timeout_s = 60
         found = offloaded_model(input_ids=token, past_key_values=cache, use_cache=True).logits
     assert float((found - expected).abs().max()) < 1e-3
 
@@ -158,12 +165,12 @@ class running:  # noqa: N801 - read as a word
 
     def __enter__(self) -> tuple[EmbeddedDaemon, Client, OffloadedCache]:
         self._daemon.__enter__()
-        self._client = Client(self._daemon.endpoint, timeout_s=5, transfer_timeout_s=20)
-        give_up_s = time.monotonic() + 30
+        self._client = Client(self._daemon.endpoint, timeout_s=20, transfer_timeout_s=20)
+        give_up_s = time.monotonic() + 90
         while (stats := self._client.stats())["host_ready_bytes"] < stats["host_capacity_bytes"]:
             assert time.monotonic() < give_up_s
             time.sleep(0.02)
-        self._cache = OffloadedCache(self._client, self._model, block_size=32, tail_tokens=64, timeout_s=2)
+        self._cache = OffloadedCache(self._client, self._model, block_size=32, tail_tokens=64, timeout_s=20)
         return self._daemon, self._client, self._cache
 
     def __exit__(self, *_: object) -> None:

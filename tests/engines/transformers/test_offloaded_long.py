@@ -54,9 +54,9 @@ def small_daemon(folder: Path, host_bytes: int, gpu_bytes: int) -> Iterator[Clie
     settings = {"host__capacity": host_bytes, "host__chunk_bytes": host_bytes // 2, "gpu__capacity": gpu_bytes}
     with (
         EmbeddedDaemon(folder, nvme__capacity="3GiB", **settings) as daemon,
-        Client(daemon.endpoint, timeout_s=5, transfer_timeout_s=20) as client,
+        Client(daemon.endpoint, timeout_s=20, transfer_timeout_s=20) as client,
     ):
-        give_up_s = time.monotonic() + 30
+        give_up_s = time.monotonic() + 90
         while client.stats()["host_ready_bytes"] < host_bytes:
             assert time.monotonic() < give_up_s
             time.sleep(0.02)

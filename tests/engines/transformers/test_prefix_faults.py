@@ -113,7 +113,7 @@ def test_a_full_host_tier_stores_a_leading_run_or_nothing(
     # Room for one chunk of 11 blocks and no disk to move them to: the rest is refused, the prefix has no hole.
     settings = {"host__capacity": "16MiB", "host__chunk_bytes": "16MiB", "gpu__capacity": 0, "nvme__directory": ""}
     prompt = text_ids[:, :700]
-    with EmbeddedDaemon(tmp_path, **settings) as small, Client(small.endpoint, timeout_s=5) as client:
+    with EmbeddedDaemon(tmp_path, **settings) as small, Client(small.endpoint, timeout_s=20) as client:
         store = PrefixStore(client, model, block_size=BLOCK)
         while not client.stats()["host_ready_bytes"]:
             time.sleep(0.05)

@@ -35,7 +35,7 @@ from kvtierd.connectors.transformers import PrefixStore
 folder, endpoint, salt = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
 prompt = prompt_ids(folder, 1000)[:, :200]
-with Client(endpoint, timeout_s=5, transfer_timeout_s=20) as client:
+with Client(endpoint, timeout_s=20, transfer_timeout_s=20) as client:
     store = PrefixStore(client, model, tenant_salt=salt, block_size=32)
     output = store.generate(prompt, max_new_tokens=32, do_sample=False)
     print(json.dumps([store.counters.restored_tokens, store.counters.stored_blocks, output[0].tolist()]))

@@ -26,7 +26,7 @@ HOST_BYTES = 1 << 30
 SETTINGS = {"host__capacity": HOST_BYTES, "gpu__capacity": "64MiB", "nvme__capacity": "2GiB"}
 
 # Tests are about answers, so the deadline is generous; by default it is 50 ms.
-PATIENT = {**CONNECTOR, "kv_connector_extra_config": {"lookup_timeout_ms": 1000}}
+PATIENT = {**CONNECTOR, "kv_connector_extra_config": {"lookup_timeout_ms": 5000}}
 
 FIGURES: dict[str, str] = {}
 

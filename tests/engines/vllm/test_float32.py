@@ -12,7 +12,7 @@ import pytest
 
 from kvtierd import Client
 
-BACK_S = 5
+BACK_S = 10
 """A client finds a daemon that is back within 2 s; this machine may be busy with an engine meanwhile."""
 
 
@@ -99,8 +99,8 @@ def test_daemon_frozen_while_it_generates(engine, daemon, plain_float32, short, 
     steps = [b - a for a, b in zip(usual.at_s[1:], usual.at_s[2:], strict=False)]
     figures["a step, median and longest"] = f"{statistics.median(steps):.3f} {usual.longest_step_s:.3f}"
     figures["longest step with the daemon frozen at the tenth token"] = f"{answer.longest_step_s:.3f}"
-    figures["time to first token with the daemon frozen, 1 s of patience"] = f"{frozen.at_s[0]:.3f}"
-    deadline_s = time.monotonic() + 10
+    figures["time to first token with the daemon frozen, 5 s of patience"] = f"{frozen.at_s[0]:.3f}"
+    deadline_s = time.monotonic() + 60
     while engine.answer(short, 2).cached == 0:
         assert time.monotonic() < deadline_s, "the engine did not find the daemon again"
 
@@ -109,7 +109,7 @@ def test_daemon_frozen_while_it_generates(engine, daemon, plain_float32, short, 
 def test_case_17_daemon_killed_while_it_generates_and_started_again(
     engine, daemon, plain_float32, short, long, whole, same, figures
 ):
-    with Client(daemon.endpoint, timeout_s=5, transfer_timeout_s=60) as client:
+    with Client(daemon.endpoint, timeout_s=20, transfer_timeout_s=60) as client:
         client.flush()
 
     def kill(tokens):

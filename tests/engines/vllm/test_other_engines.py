@@ -62,7 +62,7 @@ def small_engine(start, late, fault):
         connector={
             **CONNECTOR,
             "kv_connector_module_path": "kvtierd.testing.vllm_faults",
-            "kv_connector_extra_config": {"lookup_timeout_ms": 1000},
+            "kv_connector_extra_config": {"lookup_timeout_ms": 5000},
         },
         environment={"KVTIERD_TEST_FAULT": str(fault)},
         max_model_len=640,

@@ -67,7 +67,7 @@ def tier(daemon, spec):
     def make(memory, *, of=None, **settings):
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-        known = {"endpoint": daemon.endpoint, "lookup_timeout_ms": 5000, "revision": "r", "tenant_salt": "t"}
+        known = {"endpoint": daemon.endpoint, "lookup_timeout_ms": 20000, "revision": "r", "tenant_salt": "t"}
         config = {"type": "KvtierdTier", "module_path": "kvtierd.connectors.vllm_tier", **known, **settings}
         built = SecondaryTierFactory.create_secondary_tier(config, memoryview(memory), of or spec())
         made.append(built)

@@ -32,8 +32,8 @@ def test_results_are_taken_once_and_each_end_is_told():
     tasks = Tasks("test", itertools.count(1), told.release)
     first = tasks.submit(lambda: "a", lambda: "failed")
     second = tasks.submit(lambda: "b", lambda: "failed")
-    assert told.acquire(timeout=10)
-    assert told.acquire(timeout=10)
+    assert told.acquire(timeout=60)
+    assert told.acquire(timeout=60)
     assert tasks.take(first) == "a"
     assert tasks.take(first) is None
     assert tasks.take_all() == {second: "b"}
@@ -45,8 +45,8 @@ def test_case_02_a_task_that_raises_has_failed_and_the_next_one_runs(caplog):
     tasks = Tasks("test", itertools.count(1), told.release)
     number = tasks.submit(lambda: 1 // 0, lambda: -1)
     after = tasks.submit(lambda: 7, lambda: -1)
-    assert told.acquire(timeout=10)
-    assert told.acquire(timeout=10)
+    assert told.acquire(timeout=60)
+    assert told.acquire(timeout=60)
     assert (tasks.take(number), tasks.take(after)) == (-1, 7)
     assert "a test failed" in caplog.text
     tasks.close()
@@ -55,12 +55,12 @@ def test_case_02_a_task_that_raises_has_failed_and_the_next_one_runs(caplog):
 def test_after_close_nobody_is_woken():
     told, go = threading.Semaphore(0), threading.Event()
     tasks = Tasks("test", itertools.count(1), told.release)
-    tasks.submit(lambda: go.wait(10), lambda: False)
+    tasks.submit(lambda: go.wait(60), lambda: False)
     closing = threading.Thread(target=tasks.close)
     closing.start()
     wait_for(lambda: tasks._closed)
     go.set()
-    closing.join(10)
+    closing.join(60)
     assert not told.acquire(timeout=0)
     ran = []
     tasks.post(lambda: ran.append(1))

@@ -26,7 +26,7 @@ COUNT = 9
 def client(tmp_path: Path) -> Iterator[Client]:
     with (
         ThreadDaemon(tmp_path, FakeService(slot_bytes=GEOMETRY.slot_bytes)) as daemon,
-        Client(daemon.endpoint, timeout_s=5, transfer_timeout_s=10) as connected,
+        Client(daemon.endpoint, timeout_s=20, transfer_timeout_s=30) as connected,
     ):
         yield connected
 
@@ -34,7 +34,7 @@ def client(tmp_path: Path) -> Iterator[Client]:
 @pytest.fixture
 def objects(client: Client, monkeypatch: pytest.MonkeyPatch) -> Iterator[Objects]:
     monkeypatch.setattr(module, "BATCH_BYTES", 4 * GEOMETRY.slot_bytes)  # so that it takes several turns
-    made = Objects(client, load_timeout_s=10, store_timeout_s=10)
+    made = Objects(client, load_timeout_s=30, store_timeout_s=30)
     yield made
     made.close()
 

@@ -43,13 +43,13 @@ def daemon() -> Iterator[ThreadDaemon]:
 
 @pytest.fixture
 def client(daemon: ThreadDaemon) -> Iterator[Client]:
-    with Client(daemon.endpoint, timeout_s=5) as connected:
+    with Client(daemon.endpoint, timeout_s=20) as connected:
         yield connected
 
 
 @pytest.fixture
 def objects(client: Client) -> Iterator[Objects]:
-    made = Objects(client, load_timeout_s=5, store_timeout_s=5)
+    made = Objects(client, load_timeout_s=20, store_timeout_s=20)
     yield made
     made.close()
 
@@ -67,7 +67,7 @@ def test_a_daemon_older_or_newer_is_one_that_is_away_and_says_why(client, object
     assert f"this daemon speaks {version}; prompts are computed meanwhile" in caplog.text
     assert (objects.store(HANDLE, KEYS, some_bytes()) == DROPPED).all()
     assert not objects.load(HANDLE, KEYS, some_bytes()).any()
-    lookups = Lookups(client, [RankShape(geometry=SHAPE)], timeout_s=5)
+    lookups = Lookups(client, [RankShape(geometry=SHAPE)], timeout_s=20)
     question = Question(facts=lambda: ModelFacts(model="m", revision="r"), tokens=range(8), blocks=2)
     lookup = lookups.begin(question)
     wait_for(lambda: not lookup.pending)

@@ -48,7 +48,7 @@ class Rank:
     def __init__(self, client: Client, shape: RankShape, seed: int) -> None:
         rng = np.random.default_rng(seed)
         self.layers = [rng.integers(0, 256, (PAGES, SHAPE.layer_bytes), np.uint8) for _ in range(SHAPE.layers)]
-        self.transfers = Transfers(client, shape, EnginePages(SHAPE, self.layers), load_timeout_s=5, save_timeout_s=5)
+        self.transfers = Transfers(client, shape, EnginePages(SHAPE, self.layers), load_timeout_s=20, save_timeout_s=20)
 
     def block(self, page: int) -> bytes:
         return b"".join(layer[page].tobytes() for layer in self.layers)
@@ -56,7 +56,7 @@ class Rank:
 
 @pytest.fixture
 def client(daemon: ThreadDaemon) -> Iterator[Client]:
-    with Client(daemon.endpoint, timeout_s=5) as connected:
+    with Client(daemon.endpoint, timeout_s=20) as connected:
         yield connected
 
 
@@ -87,8 +87,8 @@ def test_blocks_saved_from_pages_are_loaded_into_other_pages(ranks, monkeypatch)
             rank.transfers._client,
             rank.transfers._shape,
             rank.transfers._pages,
-            load_timeout_s=5,
-            save_timeout_s=5,
+            load_timeout_s=20,
+            save_timeout_s=20,
         )
         expected = [rank.block(page) for page in range(7)]
         assert rank.transfers.save(transfer(0, 3, (0, 1, 2)), never).stored == 3
@@ -176,7 +176,7 @@ def test_without_a_daemon_lookups_miss_and_transfers_move_nothing(tmp_path):
 
 
 def test_a_lookup_that_raises_costs_its_request_the_cache_and_nothing_else(client):
-    lookups = Lookups(client, RANKS, 5)
+    lookups = Lookups(client, RANKS, 20)
 
     def broken() -> ModelFacts:
         raise ValueError("no such adapter")
@@ -205,11 +205,11 @@ class SlowTransfers:
         return None
 
     def load(self, _transfer, _fence):
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         return self.loaded
 
     def save(self, transfer, cancelled, _fence):
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         if cancelled():
             return Saved(0, 0)
         self.stored.append(transfer.request_id)
