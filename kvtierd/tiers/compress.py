@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import logging
 
 import numpy as np
@@ -246,23 +245,25 @@ class Compressor:
 
         def work(block: int, first: int, end: int) -> None:
             encode(shapes, items[block], first, end)
+            if end == cls.layers and items[block].good:
+                items[block].loss = loss_of(shapes, [items[block].target])
 
         await in_pieces(self._workers.run, work, cls.layers, entry.geometry.layer_stride, len(items))
         good = np.array([item.good for item in items], np.bool_)
         copies.host.set_sums(cls_for, new[good], sums[good])
-        await self._account(shapes, [item for item in items if item.good], rows.size)
+        self._account(shapes, [item for item in items if item.good], rows.size)
         return good, sums
 
-    async def _account(self, shapes: Shapes, good: list[Encoding], tried: int) -> None:
+    def _account(self, shapes: Shapes, good: list[Encoding], tried: int) -> None:
         counters = self._copies.counters
         counters["compress_failed_blocks"] += tried - len(good)
         counters["compressed_blocks"] += len(good)
         counters["compressed_in_bytes"] += len(good) * shapes.geometry.slot_bytes
         counters["compressed_out_bytes"] += len(good) * shapes.form.slot_bytes
-        loss = await self._workers.run(functools.partial(loss_of, shapes, [item.target for item in good]))
-        self._groups += loss.groups
-        self._relative_l2 += loss.relative_l2
-        self._largest = max(self._largest, loss.largest)
+        for item in good:
+            self._groups += item.loss.groups
+            self._relative_l2 += item.loss.relative_l2
+            self._largest = max(self._largest, item.loss.largest)
 
     def _exchange(
         self, entry: NamespaceEntry, cls: SlotClass, rows: Rows, slots: Slots, cls_for: SlotClass, new: Slots

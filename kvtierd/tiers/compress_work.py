@@ -6,19 +6,21 @@ what came of it is not used. A new sum is only ever made of bytes whose old sum 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvtierd.core.checksum import Bytes, Sums, layer_sum
+from kvtierd.core.checksum import Bytes, Sums
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.stored_form import EncodedLayout
+from kvtierd.index.xxh3 import sums_of_parts
 from kvtierd.tiers.compress_forms import Errors
 from kvtierd.tiers.later_kernels import load
 
@@ -26,9 +28,12 @@ if TYPE_CHECKING:
     from kvtierd.gpu.codec import BlockCodec
 
 PIECE_BYTES = 2 << 20
-"""Exact bytes of one job in a thread: one to two milliseconds, so that reads come between and a stop is quick."""
+"""Exact bytes of one job in a thread: a millisecond, so that reads come between and a stop is quick."""
 
-T = TypeVar("T")
+AT_ONCE = 2
+"""Jobs of a batch that are with the threads at a time: while one is done the next is there, and does not wait for the
+loop's turn, which on a busy machine takes longer than the job."""
+
 _scratch = threading.local()
 
 
@@ -58,12 +63,21 @@ def codec_of(geometry: Geometry) -> BlockCodec:
     return codec
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loss:
+    """Errors of encoded blocks: over how many groups with a finite error, their sum of relative L2, and the largest."""
+
+    groups: int
+    relative_l2: float
+    largest: float
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Encoding:
     """One block to encode: `source` [slot_bytes] of the exact form, `target` of the other; the sums of both, [layers].
 
     `errors` are those of an earlier encoding, [layers, 2 x groups], to be carried on. `good` is False as soon as the
-    source is not what its sums say.
+    source is not what its sums say; `loss` is known when all is encoded.
     """
 
     source: Bytes
@@ -72,6 +86,7 @@ class Encoding:
     new_sums: Sums
     errors: Errors | None = None
     good: bool = True
+    loss: Loss = Loss(0, 0.0, 0.0)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -84,15 +99,6 @@ class Decoding:
     new_sums: Sums
     errors: Errors
     good: bool = True
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Loss:
-    """Errors of encoded blocks: over how many groups with a finite error, their sum of relative L2, and the largest."""
-
-    groups: int
-    relative_l2: float
-    largest: float
 
 
 def pieces(layers: int, layer_bytes: int, blocks: int) -> Iterator[list[tuple[int, int, int]]]:
@@ -113,6 +119,18 @@ def pieces(layers: int, layer_bytes: int, blocks: int) -> Iterator[list[tuple[in
         yield job
 
 
+def strings(jobs: Iterable[list[tuple[int, int, int]]]) -> Iterator[list[list[tuple[int, int, int]]]]:
+    """Jobs that must be done one after the other: those that go on with a block that another has begun."""
+    string: list[list[tuple[int, int, int]]] = []
+    for job in jobs:
+        if string and string[-1][-1][0] != job[0][0]:
+            yield string
+            string = []
+        string.append(job)
+    if string:
+        yield string
+
+
 async def in_pieces(
     run: Callable[[Callable[[], None]], Awaitable[None]],
     work: Callable[[int, int, int], None],
@@ -120,14 +138,35 @@ async def in_pieces(
     layer_bytes: int,
     blocks: int,
 ) -> None:
-    """Have `run` (kvtierd.tiers.workers) do `work(block, first, end)` for all layers of all blocks, job by job."""
-    for job in pieces(layers, layer_bytes, blocks):
+    """Have `run` (kvtierd.tiers.workers) do `work(block, first, end)` for all layers of all blocks.
 
-        def do(job: Sequence[tuple[int, int, int]] = job) -> None:
-            for piece in job:
-                work(*piece)
+    AT_ONCE jobs are with it at a time, none of them about the same block, whose layers are done in order. Returns when
+    none is any more, also where one has failed, which is then raised.
+    """
+    waiting, failed = strings(pieces(layers, layer_bytes, blocks)), list[Exception]()
 
-        await run(do)
+    async def go_on() -> None:
+        for string in waiting:
+            for job in string:
+                if failed:
+                    return
+                await run(functools.partial(_all_of, work, job))
+
+    async def share() -> None:
+        try:
+            await go_on()
+        except Exception as error:  # noqa: BLE001 - raised below, when the others have ended too
+            failed.append(error)
+
+    # With exceptions as results: a cancelled one would else end the wait for the other, whose thread is not done.
+    await asyncio.gather(*(share() for _ in range(AT_ONCE)), return_exceptions=True)
+    if failed:
+        raise failed[0]
+
+
+def _all_of(work: Callable[[int, int, int], None], job: Sequence[tuple[int, int, int]]) -> None:
+    for piece in job:
+        work(*piece)
 
 
 def encode(shapes: Shapes, item: Encoding, first: int, end: int) -> None:
@@ -140,10 +179,10 @@ def encode(shapes: Shapes, item: Encoding, first: int, end: int) -> None:
         exact = item.source[layer * stride : (layer + 1) * stride]
         coded = item.target[layer * form.layer_stride : (layer + 1) * form.layer_stride]
         codec.encode(exact, coded)
-        item.good = layer_sum(exact[:size]) == item.old_sums[layer]
+        item.good = _sum(exact, size) == item.old_sums[layer]
         if item.errors is not None:
             coded[shapes.errors] = item.errors[layer].view(np.uint8)
-        item.new_sums[layer] = layer_sum(coded[: form.layer_bytes])
+        item.new_sums[layer] = _sum(coded, form.layer_bytes)
 
 
 def decode(shapes: Shapes, item: Decoding, first: int, end: int) -> None:
@@ -158,11 +197,16 @@ def decode(shapes: Shapes, item: Decoding, first: int, end: int) -> None:
         if not item.good:
             return
         coded[:] = item.source[layer * form.layer_stride : (layer + 1) * form.layer_stride]
-        item.good = layer_sum(coded[: form.layer_bytes]) == item.old_sums[layer]
+        item.good = _sum(coded, form.layer_bytes) == item.old_sums[layer]
         item.errors[layer] = coded[shapes.errors].view(np.float32)
         exact = item.target[layer * stride : (layer + 1) * stride]
         codec.decode(coded, exact)
-        item.new_sums[layer] = layer_sum(exact[:size])
+        item.new_sums[layer] = _sum(exact, size)
+
+
+def _sum(part: Bytes, size: int) -> int:
+    """xxh3-64 of the first bytes of a layer's part, without the GIL: the loop does not wait for it."""
+    return sums_of_parts([part], size)[0]
 
 
 def loss_of(shapes: Shapes, encoded: Sequence[Bytes]) -> Loss:
