@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 BUSY_S = 0.005
 """Between two tries where there is no room."""
+LOOK_S = 0.02
+"""Between two looks at the queue: statistics cost the daemon's loop as much as a batch, and every client asks."""
 PATIENCE_S = 120.0
 """Without a single block taken for so long, the daemon is stuck."""
 
@@ -85,7 +87,7 @@ def _wait_for_the_disk(tools: Tools, queue_bytes: int) -> float:
     while tools.client.stats()["write_queue_bytes"] > queue_bytes:
         if time.monotonic() - begin_s > PATIENCE_S:
             raise StuckError(f"more than {queue_bytes} bytes wait for the disk since {PATIENCE_S:.0f} s")
-        time.sleep(BUSY_S)
+        time.sleep(LOOK_S)
     return time.monotonic() - begin_s
 
 
