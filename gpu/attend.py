@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -151,6 +151,11 @@ class AttentionDevice(Protocol):
 
     def adopt(self, memory: Array) -> None:
         """Blocks will lie in this host memory again and again: make it fast to reach. It stays until the end."""
+        ...
+
+    def to_prepare(self, geometry: Geometry, *, lossy: bool) -> list[Callable[[], None]]:
+        """What must be called before queries over such blocks, in FP8 too where `lossy`, are computed without compiling
+        anything: each call may take seconds and raise DeviceError. Empty where all is ready."""
         ...
 
     def begin(self, query: Query) -> Partial:

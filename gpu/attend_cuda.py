@@ -19,23 +19,35 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvtierd.core.geometry import Geometry
 from kvtierd.core.units import MIB, align_up
 from kvtierd.gpu.attend import DTYPE_CODES, Array, AttentionDevice, Blocks, Query
 from kvtierd.gpu.cuda_interface import CudaError, View
 from kvtierd.gpu.cuda_partial import CudaPartial, Pass, Queries
 from kvtierd.gpu.cuda_scratch import ALIGNMENT, Mirror, Room
-from kvtierd.gpu.kernels.attention import MERGE, Variant, choose, describe, has_kernels, kernel_for, tiles_of
+from kvtierd.gpu.kernels.attention import (
+    MERGE,
+    Variant,
+    choose,
+    describe,
+    has_kernels,
+    kernel_for,
+    kernels_for,
+    tiles_of,
+)
 from kvtierd.gpu.kernels.attention_common import Q_EXPONENT, WIDTHS
 
 if TYPE_CHECKING:
     from kvtierd.gpu.cuda_device import CudaDevice
+    from kvtierd.gpu.kernels.registry import Kernel
 
 STAGE_BYTES = 16 * MIB
 """Of each of the two buffers for host memory: a third of a millisecond of the bus, many times what a copy's start
@@ -65,10 +77,20 @@ class CudaAttention:
         self._partials, self._stages = Room(device), Room(device)
         self._wanted = BLOCKS_A_MULTIPROCESSOR * device.runtime.multiprocessors(device.gpu)
         self._pace = 1.0
+        self._prepared: set[str] = set()
 
     def adopt(self, memory: Array) -> None:
         """Pin the memory, so that the GPU reads it in place; until the device is closed."""
         self._device.register_host(memory)
+
+    def to_prepare(self, geometry: Geometry, *, lossy: bool) -> list[Callable[[], None]]:
+        """Loading each kernel that is not loaded yet, of all that a group of query heads may call for."""
+        wanted = [kernel for kernel in kernels_for(geometry, lossy=lossy) if kernel.name not in self._prepared]
+        return [functools.partial(self._prepare, kernel) for kernel in wanted]
+
+    def _prepare(self, kernel: Kernel) -> None:
+        self._runtime.prepare(self._device.gpu, kernel)
+        self._prepared.add(kernel.name)
 
     def begin(self, query: Query) -> CudaPartial:
         """Carry nothing yet."""

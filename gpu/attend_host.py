@@ -6,12 +6,13 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numba
 import numpy as np
 
+from kvtierd.core.geometry import Geometry
 from kvtierd.core.units import MIB, align_up
 from kvtierd.gpu.attend import Array, Blocks, Query, from_fp32, to_fp32
 from kvtierd.gpu.host_kernels.attention import GROUP_ROWS, attend_chunks, merge_chunks
@@ -94,6 +95,10 @@ class HostAttention:
 
     def adopt(self, memory: Array) -> None:
         """All host memory is alike."""
+
+    def to_prepare(self, geometry: Geometry, *, lossy: bool) -> list[Callable[[], None]]:  # noqa: ARG002
+        """Nothing: the kernels are loaded with this module."""
+        return []
 
     def begin(self, query: Query) -> HostPartial:
         """Carry nothing yet."""

@@ -75,6 +75,10 @@ class Runtime(Protocol):
         """Begin a kernel, as it stands in the stream; of its arguments a `View` is an array, others are numbers."""
         ...
 
+    def prepare(self, gpu: int, kernel: Kernel) -> None:
+        """Load a kernel, which is compiled where it never was: a launch of it then compiles nothing."""
+        ...
+
     def multiprocessors(self, gpu: int) -> int:
         """How many the GPU has."""
         ...

@@ -6,21 +6,19 @@ Importing this needs neither a GPU nor these packages; `TorchRuntime` needs both
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtierd.core.errors import ExitCode, StartupError
-from kvtierd.gpu.cuda_interface import Allocation, CudaError, View
+from kvtierd.gpu.cuda_interface import Allocation, CudaError
+from kvtierd.gpu.kernels.arguments import cells_of, pointers_to
 
 if TYPE_CHECKING:
     from kvtierd.gpu.kernels.registry import Kernel
 
 INSTALL = "pip install 'kvtierd[gpu]'"
-ARRAYS_KEPT = 1024
-"""Numba's arrays over device memory: to make one takes some ten microseconds, a launch has a dozen of them, and those
-of a decode step are the same in every step."""
 
 
 class TorchRuntime:
@@ -33,8 +31,9 @@ class TorchRuntime:
         except ImportError as error:
             missing = f"gpu.device is {device!r}, which needs {error.name}: {INSTALL}"
             raise StartupError(ExitCode.NO_DEVICE, missing) from error
-        self._kernels: Any = None
-        self._array = functools.lru_cache(maxsize=ARRAYS_KEPT)(self._new_array)
+        self._driver: Any = None
+        self._functions: dict[tuple[int, str], Any] = {}
+        self._loading = threading.Lock()
         if not self._torch.cuda.is_available():
             raise StartupError(
                 ExitCode.NO_DEVICE, f"gpu.device is {device!r}, and torch sees no GPU (nvidia-smi says why); use host"
@@ -90,11 +89,21 @@ class TorchRuntime:
             stream.wait_event(event)
 
     def launch(self, gpu: int, kernel: Kernel, grid: tuple[int, ...], arguments: Sequence[Any], stream: Any) -> None:
-        """Numba's launch, in the context that torch made; the first one of a kernel compiles it."""
-        cuda = self._numba()
-        with self._current(gpu), cuda.gpus[gpu], _told(kernel.name, cuda.cudadrv.error.CudaDriverError):
-            arrays = [self._array(argument) if isinstance(argument, View) else argument for argument in arguments]
-            kernel.launch(grid, *arrays, stream=cuda.external_stream(stream.cuda_stream))
+        """`cuLaunchKernel`, in the context that torch made. A kernel that was not prepared is loaded now."""
+        function = self._function(gpu, kernel)
+        cells = cells_of(arguments)
+        pointers = pointers_to(cells)
+        x, y, z = (*grid, 1, 1)[:3]
+        with self._current(gpu), _told(kernel.name, CudaError):
+            self._call("cudaSetDevice", gpu)
+            self._drive(
+                "cuLaunchKernel",
+                function, x, y, z, kernel.threads, 1, 1, 0, stream.cuda_stream, int(pointers.ctypes.data), 0,
+            )  # fmt: skip
+
+    def prepare(self, gpu: int, kernel: Kernel) -> None:
+        """Compile with Numba for this GPU's architecture, or take it from the cache, and load it by the driver."""
+        self._function(gpu, kernel)
 
     def multiprocessors(self, gpu: int) -> int:
         """Of the device's properties."""
@@ -129,14 +138,32 @@ class TorchRuntime:
         with self._current(gpu):
             self._call("cudaIpcCloseMemHandle", pointer)
 
-    def _numba(self) -> Any:
-        if self._kernels is None:
-            self._kernels = importlib.import_module("numba.cuda")
-        return self._kernels
+    def _function(self, gpu: int, kernel: Kernel) -> Any:
+        """CUDA's handle of a kernel on a GPU."""
+        if (found := self._functions.get((gpu, kernel.name))) is None:
+            with self._loading:  # one at a time: compilers are not made for more
+                found = self._functions.get((gpu, kernel.name)) or self._load(gpu, kernel)
+                self._functions[gpu, kernel.name] = found
+        return found
 
-    def _new_array(self, view: View) -> Any:
-        """A view as Numba's array of one dimension; it keeps no memory. The context must be the GPU's."""
-        return self._numba().as_cuda_array(_Seen(view), sync=False)
+    def _load(self, gpu: int, kernel: Kernel) -> Any:
+        binaries = importlib.import_module("kvtierd.gpu.kernels.binaries")
+        major, minor = self._torch.cuda.get_device_capability(gpu)
+        with _told(f"{kernel.name} cannot be compiled for sm_{major}{minor}", Exception):
+            binary = binaries.binary_of(kernel, (int(major), int(minor)))
+        with self._current(gpu), _told(kernel.name, CudaError):
+            self._call("cudaSetDevice", gpu)
+            module = self._drive("cuModuleLoadData", binary.cubin)
+            return self._drive("cuModuleGetFunction", module, binary.entry.encode())
+
+    def _drive(self, name: str, *arguments: Any) -> Any:
+        """As `_call`, of the driver. Its context is that of the device that the runtime has made current."""
+        if self._driver is None:
+            self._driver = importlib.import_module("cuda.bindings.driver")
+        error, *results = getattr(self._driver, name)(*arguments)
+        if error != self._driver.CUresult.CUDA_SUCCESS:
+            raise CudaError(f"{name}: {error.name}")
+        return results[0] if results else None
 
     @contextlib.contextmanager
     def _current(self, gpu: int) -> Iterator[None]:
@@ -158,17 +185,3 @@ def _told(what: str, kind: type[Exception]) -> Iterator[None]:
         yield
     except kind as error:
         raise CudaError(f"{what}: {error}") from error
-
-
-class _Seen:
-    """Device memory as CUDA's array interface says it, version 3."""
-
-    def __init__(self, view: View) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (view.count,),
-            "typestr": view.dtype,
-            "data": (view.pointer, False),
-            "strides": None,
-            "stream": None,
-            "version": 3,
-        }

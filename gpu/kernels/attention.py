@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
+from kvtierd.core.geometry import Geometry
 from kvtierd.gpu.attend import DTYPE_CODES, Array, Blocks
 from kvtierd.gpu.kernels.attention_common import LOAD_BYTES, NO_SCALES, NUMBERS, SIGNATURE, TILES, WIDTHS, shrink
 from kvtierd.gpu.kernels.attention_mma import make_mma
@@ -107,6 +108,19 @@ def kernel_for(variant: Variant) -> Kernel:
             canonical=(v.form, v.dtype, v.k_dim, v.rows) in _CANONICAL and v.v_dim in {128, 512},
         )
     )
+
+
+def kernels_for(geometry: Geometry, *, lossy: bool) -> tuple[Kernel, ...]:
+    """All that queries over such blocks may be computed with, whatever their heads; blocks may be in FP8 where `lossy`.
+
+    Those of the groups that are usual come first. Empty for blocks that have no kernels.
+    """
+    v_dim = geometry.v_dim or LATENT[1]
+    if geometry.dtype not in WIDTHS or not has_kernels(geometry.k_dim, v_dim):
+        return ()
+    dtypes = (geometry.dtype, "fp8_e4m3") if lossy else (geometry.dtype,)
+    variants = [choose(dtype, geometry.k_dim, v_dim, group) for group in (4, 1, 16, 2, 3) for dtype in dtypes]
+    return (MERGE, *(kernel_for(variant) for variant in dict.fromkeys(variants)))
 
 
 def _merge(
@@ -238,6 +252,7 @@ __all__ = [
     "describe",
     "has_kernels",
     "kernel_for",
+    "kernels_for",
     "run_splits",
     "tiles_of",
 ]

@@ -29,6 +29,7 @@ FOLDER = Path(__file__).resolve().parent
 COMPILERS = ("numba-cuda", "nvidia-nvvm", "nvidia-nvjitlink")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)")
 _SHARED = re.compile(r"(\d+) bytes smem")
 
 
@@ -119,8 +120,7 @@ def _parse(kernel: str, architecture: str, log: str, ptx_bytes: int, cubin_bytes
 
 
 def _cached(folder: Path, kernel: Kernel, architecture: Architecture) -> Report:
-    digest = hashlib.sha256(_identity(kernel, architecture).encode()).hexdigest()[:32]
-    file = folder / f"{kernel.name}-{architecture_name(architecture)}-{digest}.json"
+    file = folder / f"{kernel.name}-{architecture_name(architecture)}-{digest_of(kernel, architecture)}.json"
     try:
         return msgspec.json.decode(file.read_bytes(), type=Report)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -129,6 +129,19 @@ def _cached(folder: Path, kernel: Kernel, architecture: Architecture) -> Report:
     torn_never.write_bytes(msgspec.json.encode(report))
     torn_never.replace(file)
     return report
+
+
+def digest_of(kernel: Kernel, architecture: Architecture) -> str:
+    """A hash of everything that the compiled code depends on."""
+    return hashlib.sha256(_identity(kernel, architecture).encode()).hexdigest()[:32]
+
+
+def entry_of(ptx: str) -> str:
+    """The name of the one kernel in it. Raises ValueError where there is none, or more."""
+    found = _ENTRY.findall(ptx)
+    if len(found) != 1:
+        raise ValueError(f"PTX has {len(found)} entries; one is wanted: {found}")
+    return str(found[0])
 
 
 def _identity(kernel: Kernel, architecture: Architecture) -> str:

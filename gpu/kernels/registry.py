@@ -21,7 +21,7 @@ SPILLS_FROM = (9, 0)
 """From here on no kernel may spill; before it there is no e4m3 in hardware, and emulating it takes registers."""
 
 
-TOOLCHAIN = ("primitives", "ptx", "twins", "registry", "compile")
+TOOLCHAIN = ("primitives", "ptx", "twins", "registry", "compile", "binaries", "arguments")
 """How the names of modules begin that hold no kernels."""
 
 

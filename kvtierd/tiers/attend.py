@@ -30,6 +30,7 @@ from kvtierd.protocol.messages import Attend, AttendReply
 from kvtierd.protocol.service import Answer, Session
 from kvtierd.storage.interface import BlockStore
 from kvtierd.tiers.attend_fetch import PartFetcher
+from kvtierd.tiers.attend_kernels import Preparation
 from kvtierd.tiers.attend_layer import LayerWork, Tally
 from kvtierd.tiers.attend_places import Fidelity, Numbers, Place
 from kvtierd.tiers.attend_request import LayerQuery, check_shape, queries_of
@@ -39,6 +40,7 @@ from kvtierd.tiers.attend_times import AttendTimes
 from kvtierd.tiers.attend_turns import Turns
 from kvtierd.tiers.later_kernels import load
 from kvtierd.tiers.leases import SESSION_SHARE
+from kvtierd.tiers.namespaces import NamespaceEntry
 from kvtierd.tiers.room import Room
 from kvtierd.tiers.sequences import OpenedSequence, Sequences
 from kvtierd.tiers.workers import Workers
@@ -79,7 +81,8 @@ class Attention:
         self._threads = settings.worker_threads
         self._compute = Turns(self._threads, workers.progress, copies.counters)
         self._device_made: AttentionDevice | None = None
-        self._loading = False
+        self._preparation = Preparation(workers.progress)
+        self._warming: set[asyncio.Task[None]] = set()
         devices = len(split_folders(settings.nvme.directory)) or 1
         self._depth = Depth(2 * settings.nvme.io_threads * devices + JOBS_BEYOND_THREADS, 0, devices)
         self._ahead: dict[int, Stream] = {}
@@ -114,8 +117,9 @@ class Attention:
         for stream in list(self._ahead.values()):
             stream.close()
         self._ahead.clear()
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        while waiting := {*self._tasks, *self._warming}:
+            await asyncio.wait(waiting)
+        await self._preparation.close()
         self._compute.close()
 
     def stats(self) -> dict[str, int]:
@@ -137,8 +141,7 @@ class Attention:
         self.sequences.begin_call(sequence)
         try:
             geometry, tokens = sequence.entry.geometry, sequence.tokens
-            if self._device_made is None:
-                await self._compute.run(self._make_device)
+            await self._ready(sequence.entry)
             asked = await self._compute.run(functools.partial(queries_of, request, geometry, tokens, frames))
             dtype = request.output or request.dtype
             answers: list[Array] = []
@@ -191,16 +194,22 @@ class Attention:
         assert self._device_made is not None, "a request loads the kernels first"
         return self._device_made
 
-    def _get_ready(self) -> None:
+    async def _ready(self, entry: NamespaceEntry) -> None:
+        """Have the kernels for blocks of a namespace; at once where they are there."""
+        if self._device_made is None:
+            await self._compute.run(self._make_device)
+        await self._preparation.ready(self.device, entry)
+
+    def _get_ready(self, entry: NamespaceEntry) -> None:
         """A sequence was opened, which will be attended to: load the kernels meanwhile."""
-        if self._device_made is None and not self._loading:
-            self._loading = True
-            task = asyncio.create_task(self._compute.run(self._make_device))
-            self._tasks.add(task)
+        made = self._device_made
+        if not self._warming and (made is None or made.to_prepare(entry.geometry, lossy=entry.allow_loss)):
+            task = asyncio.create_task(self._ready(entry))
+            self._warming.add(task)
             task.add_done_callback(self._got_ready)
 
     def _got_ready(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        self._warming.discard(task)
         if not task.cancelled() and isinstance(error := task.exception(), DeviceError):
             _log.warning("attention is not ready; the next request tries again: %s", error)
 

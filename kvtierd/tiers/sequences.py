@@ -88,7 +88,7 @@ class OpenedSequence:
 class Sequences:
     """Serves OpenSequence, Extend and CloseSequence.
 
-    `on_open` is told that one was opened, and `on_close` of a sequence that nobody can ask any more.
+    `on_open` is told of which namespace one was opened, and `on_close` of a sequence that nobody can ask any more.
     """
 
     def __init__(self, settings: Settings, copies: Copies, demand: Demand, clock: Clock) -> None:
@@ -104,7 +104,7 @@ class Sequences:
         self._metadata: collections.Counter[int] = collections.Counter()
         """Bytes by session."""
         self.open: Register[OpenedSequence] = Register(settings.attention.max_sequences)
-        self.on_open: Callable[[], None] = lambda: None
+        self.on_open: Callable[[NamespaceEntry], None] = lambda _entry: None
         self.on_close: Callable[[OpenedSequence], None] = lambda _sequence: None
 
     def open_sequence(self, session: Session, request: OpenSequence, frames: Frames) -> Answer:
@@ -126,7 +126,7 @@ class Sequences:
         self._append(sequence, rows)
         self.open.add(sequence)
         self._copies.counters["opened_sequences"] += 1
-        self.on_open()
+        self.on_open(entry)
         return Answer(SequenceReply(id=0, sequence=number, blocks=rows.size, kept=sequence.kept, ttl_ms=ttl_ms))
 
     def extend(self, session: Session, request: Extend, frames: Frames) -> Answer:

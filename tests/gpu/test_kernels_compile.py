@@ -5,16 +5,25 @@ The full matrix is `make kernels`. Reports come from the cache folder where the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numba import cuda
 
+from kvtierd.core.geometry import Geometry
+from kvtierd.gpu.cuda_interface import View
+from kvtierd.gpu.kernels import binaries
 from kvtierd.gpu.kernels import primitives as p
+from kvtierd.gpu.kernels.arguments import cells_of
+from kvtierd.gpu.kernels.attention import MERGE, choose, kernels_for
+from kvtierd.gpu.kernels.attention_common import SIGNATURE
 from kvtierd.gpu.kernels.compile import compile_kernel, reports, violations
 from kvtierd.gpu.kernels.registry import ARCHITECTURES, Architecture, Kernel, all_kernels, architecture_name
+from kvtierd.index.jit import CacheState
 
 CANONICAL = tuple(kernel for kernel in all_kernels() if kernel.canonical)
 
@@ -94,3 +103,64 @@ def test_canonical_kernel_keeps_its_bounds_of_registers_and_spills(kernel: Kerne
 def test_there_are_at_most_a_dozen_canonical_kernels_and_each_has_a_reason() -> None:
     assert len(CANONICAL) <= 12
     assert [kernel.name for kernel in CANONICAL if not kernel.reason] == []
+
+
+def test_a_compiled_kernel_has_as_many_parameters_as_there_are_cells() -> None:
+    view, number = View(4096, 3, "<f4"), 5
+    compiled = compile_kernel(MERGE, (9, 0))
+    found = re.findall(r"\.param \.(\w+) ", compiled.ptx.partition(")")[0])
+    cells = cells_of((view, view, view, number, number, view, view, view))
+    assert found == ["u64"] * cells.size
+    body = next(kernel for kernel in CANONICAL if "simt_bf16" in kernel.name)
+    assert body.signature == SIGNATURE
+    parameters = re.findall(r"\.param \.(\w+) ", compile_kernel(body, (9, 0)).ptx.partition(")")[0])
+    columns = [
+        View(4096, 3, "|u1"),
+        view,
+        *[View(4096, 3, "<i8")] * 3,
+        View(4096, 3, "<i4"),
+        *[View(4096, 3, "<i8")] * 2,
+    ]
+    cells = cells_of((*columns, np.float32(1.5), view, view, view))
+    assert parameters == ["u64"] * 56 + ["f32"] + ["u64"] * 21
+    assert cells.size == len(parameters)
+
+
+def test_a_kernel_is_compiled_once_and_a_torn_file_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binaries, "cache_state", lambda: CacheState(tmp_path, ""))
+    made = binaries.binary_of(MERGE, (9, 0))
+    assert made.cubin[:4] == b"\x7fELF"
+    assert made.entry.encode() in made.cubin
+    compiled = []
+
+    def compile_again(kernel: Kernel, architecture: Architecture) -> Any:
+        compiled.append(kernel.name)
+        return compile_kernel(kernel, architecture)
+
+    monkeypatch.setattr(binaries, "compile_kernel", compile_again)
+    assert binaries.binary_of(MERGE, (9, 0)) == made
+    assert compiled == []
+    (file,) = tmp_path.iterdir()
+    for torn in (b"", file.read_bytes()[:-9], file.read_bytes().replace(b"ELF", b"elf")):
+        file.write_bytes(torn)
+        compiled.clear()
+        again = binaries.binary_of(MERGE, (9, 0))
+        assert again.is_whole
+        assert again.entry.encode() in again.cubin  # it has another number in every compilation
+        assert compiled == [MERGE.name]
+    monkeypatch.setattr(binaries, "cache_state", lambda: CacheState(None, "it is not ours"))
+    compiled.clear()
+    assert binaries.binary_of(MERGE, (9, 0)).is_whole
+    assert compiled == [MERGE.name], "without a folder of ours nothing is kept"
+
+
+def test_what_queries_over_blocks_may_need_is_known_before_they_come() -> None:
+    shape = Geometry(block_size=16, layers=1, kv_heads=2, k_dim=128, v_dim=128)
+    for lossy, dtypes in ((False, ["bf16"]), (True, ["bf16", "fp8_e4m3"])):
+        names = {kernel.name for kernel in kernels_for(shape, lossy=lossy)}
+        wanted = {choose(dtype, 128, 128, group).name for dtype in dtypes for group in range(1, 65)}
+        assert names == {*wanted, MERGE.name}
+    latent = Geometry(block_size=16, layers=1, kv_heads=1, k_dim=576, v_dim=0)
+    assert choose("bf16", 576, 512, 16).name in {kernel.name for kernel in kernels_for(latent, lossy=False)}
+    odd = Geometry(block_size=16, layers=1, kv_heads=2, k_dim=48, v_dim=48)
+    assert kernels_for(odd, lossy=True) == ()

@@ -17,7 +17,7 @@ from kvtierd.gpu import attend_cuda, cuda_device
 from kvtierd.gpu.attend import Blocks, checked_query
 from kvtierd.gpu.attend_host import HostAttention
 from kvtierd.gpu.cuda_interface import CudaError
-from kvtierd.gpu.kernels.attention import choose
+from kvtierd.gpu.kernels.attention import choose, kernels_for
 from kvtierd.gpu.kernels.registry import cuda_is_simulated
 from kvtierd.gpu.reference.attention import relative_error
 from kvtierd.testing import rig as rigs
@@ -202,6 +202,8 @@ def test_a_sequence_in_all_three_tiers_is_attended_to_on_the_gpu(monkeypatch):
     device = serve(monkeypatch, scenario)
     if cuda_is_simulated():
         assert {name for name in device.runtime.launched if "merge" not in name} == {choose("bf16", 64, 64, 1).name}
+        assert set(device.runtime.launched) <= set(device.runtime.prepared)
+        assert sorted(device.runtime.prepared) == sorted(k.name for k in kernels_for(TIERS, lossy=False)), "each once"
         # Blocks came into the pool, and what goes with a call did; nothing that is mapped was copied.
         assert device.runtime.copied["pageable"] == 0
 

@@ -30,6 +30,7 @@ class FakeRuntime:
         self.registered: dict[int, int] = {}
         self.opened: list[int] = []
         self.waits = 0
+        self.prepared: list[str] = []
         self.freed = 0
         self.pools: dict[int, Bytes] = {}
         self._host: list[Bytes] = []
@@ -83,6 +84,10 @@ class FakeRuntime:
     def launch(self, gpu: int, kernel: Any, grid: Sequence[int], arguments: Sequence[Any], stream: Any) -> None:
         self.touched.add(gpu)
         raise CudaError(f"{kernel.name} on {grid}, {len(arguments)} arguments, {stream}: nothing computes here")
+
+    def prepare(self, gpu: int, kernel: Any) -> None:
+        self.touched.add(gpu)
+        self.prepared.append(kernel.name)
 
     def multiprocessors(self, gpu: int) -> int:
         self.touched.add(gpu)

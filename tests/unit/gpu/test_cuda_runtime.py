@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvtierd.core.errors import ExitCode, StartupError
 from kvtierd.gpu.cuda_interface import CudaError, View
 from kvtierd.gpu.cuda_runtime import TorchRuntime
+from kvtierd.gpu.kernels.arguments import cells_of
 
 _ERRORS = SimpleNamespace(cudaSuccess=SimpleNamespace(name="cudaSuccess"))
 
@@ -106,40 +109,69 @@ def test_a_machine_without_a_gpu_or_without_torch_is_told_so(monkeypatch: pytest
         TorchRuntime("cuda:0")
 
 
-def test_a_kernel_gets_views_as_arrays_on_the_stream_and_the_gpu_of_the_device(
+class Driver:
+    """The driver's calls: modules are images, kernels (image, name) pairs; what was launched, and on which device."""
+
+    CUresult = SimpleNamespace(CUDA_SUCCESS=SimpleNamespace(name="CUDA_SUCCESS"))
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self.launched: list[Any] = []
+        self.loaded: list[tuple[bytes, int]] = []
+        self.failing = False
+
+    def cuModuleLoadData(self, image: bytes) -> tuple[Any, bytes]:  # noqa: N802 - CUDA's name
+        self.loaded.append((image, self._calls.current))
+        return self.CUresult.CUDA_SUCCESS, image
+
+    def cuModuleGetFunction(self, module: bytes, name: bytes) -> tuple[Any, Any]:  # noqa: N802 - CUDA's name
+        return self.CUresult.CUDA_SUCCESS, (module, name)
+
+    def cuLaunchKernel(self, function: Any, *given: Any) -> tuple[Any]:  # noqa: N802 - CUDA's name
+        pointers = ctypes.cast(given[8], ctypes.POINTER(ctypes.c_void_p))
+        cells = [ctypes.c_uint64.from_address(pointers[i] or 0).value for i in range(9)]
+        self.launched.append((self._calls.current, function, given[:8], cells))
+        if self.failing:
+            return (SimpleNamespace(name="CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"),)
+        return (self.CUresult.CUDA_SUCCESS,)
+
+
+def test_a_kernel_is_loaded_once_and_gets_views_as_arrays_on_the_stream_and_the_gpu_of_the_device(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class DriverError(Exception):
-        pass
+    driver, compiled = Driver(calls), []
 
-    gpus = [contextlib.nullcontext(), calls.device(1)]
-    numba = SimpleNamespace(
-        gpus=gpus,
-        external_stream=lambda pointer: ("stream", pointer),
-        as_cuda_array=lambda seen, sync: (seen.__cuda_array_interface__, sync),
-        cudadrv=SimpleNamespace(error=SimpleNamespace(CudaDriverError=DriverError)),
-    )
-    modules = {"torch": calls.torch(), "cuda.bindings.runtime": calls.bindings(), "numba.cuda": numba}
+    def binary_of(kernel: Any, architecture: Any) -> Any:
+        compiled.append((kernel.name, architecture))
+        if kernel.name == "bad":
+            raise ValueError("no such instruction")
+        return SimpleNamespace(entry="entry", cubin=b"cubin")
+
+    torch, bindings = calls.torch(), calls.bindings()
+    torch.cuda.get_device_capability = lambda _gpu: (9, 0)
+    bindings.cudaSetDevice = functools.partial(calls._call, "cudaSetDevice")
+    modules = {"torch": torch, "cuda.bindings.runtime": bindings, "cuda.bindings.driver": driver}
+    modules["kvtierd.gpu.kernels.binaries"] = SimpleNamespace(binary_of=binary_of)
     monkeypatch.setattr(importlib, "import_module", modules.__getitem__)
-    launched: list[Any] = []
-    kernel: Any = SimpleNamespace(
-        name="k", launch=lambda *given, stream: launched.append((calls.current, given, stream))
-    )
-    runtime = TorchRuntime("cuda:1")
-    runtime.launch(1, kernel, (2, 3), (View(4096, 5, "<f4"), 7), SimpleNamespace(cuda_stream=99))
-    ((current, given, stream),) = launched
-    assert (current, stream, given[0], given[2]) == (1, ("stream", 99), (2, 3), 7)
-    interface, sync = given[1]
-    assert (interface["data"], interface["shape"], interface["typestr"]) == ((4096, False), (5,), "<f4")
-    assert not sync
+    kernel: Any = SimpleNamespace(name="k", threads=64)
+    runtime, stream = TorchRuntime("cuda:1"), SimpleNamespace(cuda_stream=99)
+    runtime.prepare(1, kernel)
+    assert (compiled, driver.loaded) == ([("k", (9, 0))], [(b"cubin", 1)])
+    runtime.launch(1, kernel, (2, 3), (View(4096, 5, "<f4"), -7, np.float32(1.5)), stream)
+    assert len(compiled) == len(driver.loaded) == 1, "it was loaded before"
+    ((current, function, given, cells),) = driver.launched
+    assert (current, function, given) == (1, (b"cubin", b"entry"), (2, 3, 1, 64, 1, 1, 0, 99))
+    assert cells == [0, 0, 5, 4, 4096, 5, 4, 2**64 - 7, 0x3FC00000]
+    driver.failing = True
+    with pytest.raises(CudaError, match="k: cuLaunchKernel: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"):
+        runtime.launch(1, kernel, (2, 3), (View(4096, 5, "<f4"), -7, np.float32(1.5)), stream)
+    with pytest.raises(CudaError, match="bad cannot be compiled for sm_90: no such instruction"):
+        runtime.prepare(1, SimpleNamespace(name="bad", threads=64))  # type: ignore[arg-type]
 
-    def fail(*_given: Any, stream: Any) -> None:
-        raise DriverError(f"CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES on {stream}")
 
-    gpus[1] = contextlib.nullcontext()
-    kernel.launch = fail
-    with pytest.raises(CudaError, match="k: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"):
-        runtime.launch(1, kernel, (2, 3), (), SimpleNamespace(cuda_stream=99))
+def test_a_kernel_takes_nothing_but_views_integers_and_floats() -> None:
+    with pytest.raises(TypeError, match="not str"):
+        cells_of(["x"])
 
 
 @pytest.mark.usefixtures("calls")
