@@ -146,7 +146,7 @@ class CudaDevice:
     def attention(self, on_host: AttentionDevice) -> AttentionDevice:
         """CUDA kernels for blocks in the pool and in host memory; `on_host` has what there is no kernel for.
 
-        The kernels are loaded with the first call. Raises CudaError where there is no memory for them to work in.
+        `to_prepare` of it says what loads the kernels. Raises CudaError where there is no memory for them to work in.
         """
         if self._attention is None:
             self._attention = importlib.import_module("kvtierd.gpu.attend_cuda").CudaAttention(self, on_host)
