@@ -1,7 +1,7 @@
 """How far writes to nvme step aside for clients that copy out of host memory.
 
 A client's copy and the write-behind want the same memory bandwidth, and on small machines the same processors: a load
-beside writes takes a third to a half longer. A write that waits costs nobody anything before somebody flushes.
+beside writes takes a fifth to a third longer. A write that waits costs nobody anything before somebody flushes.
 """
 
 from __future__ import annotations
