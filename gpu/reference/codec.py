@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvtierd.core.checksum import Bytes
 from kvtierd.core.geometry import Geometry
+from kvtierd.core.stored_form import rotation
 
 Values = npt.NDArray[np.float64]
 
@@ -93,7 +94,10 @@ def elements(raw: npt.NDArray[np.unsignedinteger[Any]], dtype: str) -> Values:
 
 
 def layer_groups(block: Bytes, geometry: Geometry, layer: int) -> list[Values]:
-    """The values of each group of a layer of a block in slot form, K heads then V heads, in the order of memory."""
+    """The values of each group of a layer of a block in slot form, K heads then V heads, in the order of memory.
+
+    Those that are encoded: keys are rotated.
+    """
     element = {"bf16": np.uint16, "fp16": np.uint16, "fp32": np.uint32}[geometry.dtype]
     begin = layer * geometry.layer_stride
     raw = block[begin : begin + geometry.layer_bytes].view(element)
@@ -107,8 +111,33 @@ def layer_groups(block: Bytes, geometry: Geometry, layer: int) -> list[Values]:
             heads = part.reshape(geometry.kv_heads, geometry.block_size, dim)
         else:
             heads = part.reshape(geometry.block_size, geometry.kv_heads, dim).swapaxes(0, 1)
+        if not found:
+            heads = rounded_to_bf16(rotated(heads, rotation(geometry)))
         found += [head.reshape(-1) for head in heads]
     return found
+
+
+def rotated(vectors: npt.NDArray[np.floating[Any]], n: int) -> npt.NDArray[np.float32]:
+    """Vectors [..., dim], `n` rows of each spread over one another; in float32, in the order that the form defines.
+
+    The same again gives the vectors back, but for rounding.
+    """
+    rows = vectors.astype(np.float32).reshape(*vectors.shape[:-1], n, -1) * np.float32(1 / math.sqrt(n))
+    half = n // 2
+    with np.errstate(invalid="ignore", over="ignore"):
+        while half:
+            pairs = rows.reshape(*vectors.shape[:-1], n // (2 * half), 2, half, -1)
+            a, b = pairs[..., 0, :, :], pairs[..., 1, :, :]
+            rows = np.stack([a + b, a - b], axis=-3).reshape(rows.shape)
+            half //= 2
+    return rows.reshape(vectors.shape)
+
+
+def rounded_to_bf16(values: npt.NDArray[np.float32]) -> Values:
+    """The nearest bf16 of each, ties to even."""
+    bits = values.view(np.uint32)
+    up = np.where(np.isnan(values), np.uint32(0), (bits >> 16 & 1) + np.uint32(0x7FFF))
+    return ((bits + up) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
 
 
 def decoded(codes: npt.NDArray[np.uint8], scale: float, dtype: str) -> Values:

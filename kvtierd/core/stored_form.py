@@ -22,6 +22,16 @@ of two, because e4m3 is itself a floating point format: an odd scale buys no pre
 while with this one dividing and multiplying are exact, and a block that is decoded and encoded again does not change.
 Rounding is to nearest even. Inf becomes the largest code of its sign, NaN stays NaN with its sign; the error of a group
 with Inf is Inf, and NaN counts for nothing. A decoded value beyond the range of the dtype is its largest finite one.
+
+Keys are *rotated* before they are encoded (`rotation`). A few channels of real keys are many times larger than the
+others, in q as in k, and carry most of a score and so most of what a mantissa of 3 bits loses; spread over n channels
+that error shrinks by about the root of n, and costs no byte. With n of 16 (4 where the head dim is no multiple of 16, 1
+where of neither, and of a latent form, whose keys are its values too) the vector of a token and head is n rows of
+k_dim / n numbers, and row i becomes the sum over j of (-1)^popcount(i & j) x row j, over the root of n: Hadamard's
+matrix, which is its own inverse. In float32: each number times 1 / root of n, then for h = n/2, n/4 ... 1 rows a and
+a + h become their sum and their difference; rounded to bf16, to nearest even. Errors are those of the rotated numbers,
+lengths and products of vectors are kept, and so q, rotated alike, gives the same scores. Of the n numbers that meet, a
+NaN makes NaN of all, and an Inf leaves nothing of the others.
 """
 
 from __future__ import annotations
@@ -37,13 +47,16 @@ SCALE_BYTES = 4
 SCALES_ALIGNMENT = 64
 ENCODABLE = ("bf16", "fp16", "fp32")
 """KV dtypes that FP8 makes smaller and whose elements we can read."""
+ROTATIONS = (16, 4, 1)
+"""Numbers of channels that may be spread over one another, the best first: powers of 4, whose roots are exact."""
 
 
 class Codec(enum.IntEnum):
     """How the bytes of a block are stored: the numbers of storage/FORMAT.md §4 and of protocol/SPEC.md §3."""
 
     RAW = 0
-    FP8_E4M3 = 1
+    FP8_E4M3 = 2
+    """1 was the same without rotation, in no release: such blocks on disk are not known and dropped."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +124,13 @@ class EncodedLayout:
 def encodable(geometry: Geometry) -> bool:
     """Whether blocks of this geometry have an FP8 form: not those that are FP8 already, integers, or opaque."""
     return geometry.dtype in ENCODABLE and geometry.layout in LAYOUTS
+
+
+def rotation(geometry: Geometry) -> int:
+    """How many channels of a key are spread over one another; 1 is none."""
+    if geometry.v_dim == 0:
+        return 1
+    return next(n for n in ROTATIONS if geometry.k_dim % n == 0)
 
 
 Form = Geometry | EncodedLayout
