@@ -3,7 +3,8 @@
 A layer has one or two parts (K, V). A part is `groups` groups (heads) of `runs` runs of `length` neighbouring elements
 each; strides are in elements. With layout nhd a run is one token's vector, with hnd a group is one run. Elements are
 given as unsigned integers of their size, codes have the strides of the elements. Kernels run on one thread without the
-GIL: whoever calls them shares out the layers. `kvtierd.core.stored_form` defines scales and errors.
+GIL: whoever calls them shares out the layers. `kvtierd.core.stored_form` defines rotation, scales and errors. Keys of a
+layer are rotated into memory that the second-level cache holds, and encoded from there.
 
 A part is read twice, first for the largest magnitudes; the second time it lies in the processor's cache. Both times in
 the order of memory, run by run of all groups: head by head, the processor's prefetching would see only short pieces.
@@ -47,6 +48,7 @@ from kvtierd.gpu.host_kernels.e4m3 import (
     sum_of,
     widen,
 )
+from kvtierd.gpu.host_kernels.rotation import rotate_bf16, rotate_fp16, rotate_fp32
 from kvtierd.index.jit import Word, compiled, helper
 
 CHOOSE = -1000
@@ -258,7 +260,27 @@ def _encode(  # type: ignore[no-untyped-def]
 
 
 @helper
+def _rotate(kind: Word, source: Word, first: Word, keys: Word, part: Word) -> None:
+    """Keys of a layer, from element `first` of the source on, to rotated ones."""
+    if kind == BF16:
+        rotate_bf16(source, first, keys, 0, part.count, part.dim, part.rotation)
+    elif kind == FP16:
+        rotate_fp16(source, first, keys, 0, part.count, part.dim, part.rotation)
+    else:
+        rotate_fp32(source, first, keys, 0, part.count, part.dim, part.rotation)
+
+
+@helper
+def _words(count):  # type: ignore[no-untyped-def]
+    """Room for bf16, uint16 [count], whose vectors are whole cache lines."""
+    memory = np.empty(count + _LINE_BYTES // 2, np.uint16)
+    skipped = (_LINE_BYTES - memory.ctypes.data % _LINE_BYTES) % _LINE_BYTES // 2
+    return memory[skipped : skipped + count]
+
+
+@helper
 def _encode_layers(kind, source, target, floats, first, end, form, k, v, given, past):  # type: ignore[no-untyped-def]
+    keys = _words(k.count if k.rotation > 1 else 0)
     for layer in range(first, end):
         begin, code_begin = layer * form.element_stride, layer * form.code_stride
         scales = code_begin // 4 + form.scales
@@ -269,7 +291,20 @@ def _encode_layers(kind, source, target, floats, first, end, form, k, v, given, 
             here = begin + part.begin
             near = after - here if part.count * source.itemsize <= _AHEAD_BYTES else 0
             columns = scales + part.first_group
-            if part.count > 0:
+            if part.rotation > 1:
+                _rotate(kind, source, here, keys, part)
+                ahead = (source.ctypes.data - keys.ctypes.data) // 2 + after if kind == BF16 and near > 0 else 0
+                _encode(
+                    BF16,
+                    keys,
+                    target[code_begin + part.begin : code_begin + part.begin + part.count],
+                    floats[columns : columns + part.groups],
+                    floats[columns + form.groups : columns + form.groups + part.groups],
+                    floats[columns + 2 * form.groups : columns + 2 * form.groups + part.groups],
+                    part.groups, part.runs, part.length, part.group_stride, part.run_stride, given, ahead,
+                    past,
+                )  # fmt: skip
+            elif part.count > 0:
                 _encode(
                     kind,
                     source[here : here + part.count],

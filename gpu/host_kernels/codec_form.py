@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 from numba import types
 
 from kvtierd.core.geometry import Geometry
-from kvtierd.core.stored_form import SCALE_BYTES, EncodedLayout
+from kvtierd.core.stored_form import SCALE_BYTES, EncodedLayout, rotation
 from kvtierd.index.jit import Word
 
 
 class Part(NamedTuple):
-    """K or V of a layer, all int64: first element and how many, first group, and how a kernel walks over the groups."""
+    """K or V of a layer, all int64: first element and how many, first group, and how a kernel walks over the groups.
+
+    Its vectors are of `dim` elements, and `rotation` channels of each are spread over one another (1: none).
+    """
 
     begin: Word
     count: Word
@@ -22,6 +25,8 @@ class Part(NamedTuple):
     length: Word
     group_stride: Word
     run_stride: Word
+    dim: Word
+    rotation: Word
 
 
 class Form(NamedTuple):
@@ -47,17 +52,17 @@ LAYERS = (types.int64, types.int64)
 
 def parts_of(geometry: Geometry) -> tuple[Part, Part]:
     """K and V; the V of a latent form has no elements."""
-    k = _part(geometry, geometry.k_dim, 0, 0)
-    return k, _part(geometry, geometry.v_dim, k.count, geometry.kv_heads if geometry.v_dim else 0)
+    k = _part(geometry, geometry.k_dim, 0, 0, rotation(geometry))
+    return k, _part(geometry, geometry.v_dim, k.count, geometry.kv_heads if geometry.v_dim else 0, 1)
 
 
-def _part(geometry: Geometry, dim: int, begin: int, first_group: int) -> Part:
+def _part(geometry: Geometry, dim: int, begin: int, first_group: int, spread: int) -> Part:
     tokens, heads = geometry.block_size, geometry.kv_heads
     if geometry.layout == "hnd":
         shape = (heads, 1, tokens * dim, tokens * dim, tokens * dim)
     else:
         shape = (heads, tokens, dim, dim, heads * dim)
-    return Part(begin, tokens * heads * dim, first_group, *shape)
+    return Part(begin, tokens * heads * dim, first_group, *shape, dim, spread)
 
 
 def form_of(layout: EncodedLayout, element_bytes: int) -> Form:
