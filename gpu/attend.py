@@ -31,6 +31,8 @@ Array = np.ndarray[Any, Any]
 
 DTYPE_CODES = {"bf16": 0, "fp16": 1, "fp32": 2, "fp8_e4m3": 3}
 """KV dtypes that can be computed on, and their codes in `Blocks.dtypes`."""
+CODED = 4
+"""In `Blocks.dtypes`: FP8 as the codec makes it of an exact dtype (kvtierd.core.stored_form), keys rotated."""
 QUERY_DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
 """dtypes of q and of the result; NumPy has no bf16, its bits travel as uint16."""
 
@@ -45,7 +47,7 @@ class Blocks:
     """One layer's parts of some blocks, in any order.
 
     addresses: uint64 [n], of the first byte of the layer's part. scales: uint64 [n], of its float32 scales in the order
-    K heads, V heads (`EncodedLayout.scales_offset`), 0 where there are none. dtypes: uint8 [n], `DTYPE_CODES`.
+    K heads, V heads (`EncodedLayout.scales_offset`), 0 where there are none. dtypes: uint8 [n], `DTYPE_CODES` or `CODED`.
     tokens: int32 [n], how many count. positions: int64 [n], of the first token. tiers: uint8 [n], whatever the caller
     means by it. The memory must stay as it is until what was asked of it is computed. Raises ValueError for columns of
     unequal length or other dtypes.
@@ -273,6 +275,18 @@ def to_fp32(values: Array) -> Array:
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32)
+
+
+def rotated(vectors: Array, n: int) -> Array:
+    """float32 vectors [..., dim] turned as the codec turns keys over `n` channels (kvtierd.core.stored_form); the same
+    again turns them back, but for rounding."""
+    rows = vectors.reshape(-1, n, vectors.shape[-1] // n) * np.float32(1 / math.sqrt(n))
+    half = n // 2
+    while half:
+        pairs = rows.reshape(rows.shape[0], n // (2 * half), 2, half, -1)
+        rows = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2).reshape(rows.shape)
+        half //= 2
+    return rows.reshape(vectors.shape)
 
 
 def from_fp32(values: Array, dtype: str) -> Array:

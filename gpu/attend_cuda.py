@@ -29,7 +29,7 @@ import numpy as np
 
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.units import MIB, align_up
-from kvtierd.gpu.attend import DTYPE_CODES, Array, AttentionDevice, Blocks, Query
+from kvtierd.gpu.attend import CODED, DTYPE_CODES, Array, AttentionDevice, Blocks, Query
 from kvtierd.gpu.cuda_interface import CudaError, View
 from kvtierd.gpu.cuda_partial import CudaPartial, Pass, Queries
 from kvtierd.gpu.cuda_scratch import ALIGNMENT, Mirror, Room
@@ -64,7 +64,7 @@ _FORGET = 1.02
 """By how much the measured pace ages with each that is slower."""
 _LEARN_NS = 1_000_000
 """Shorter pieces say more of the start of a kernel than of its pace."""
-_NAMES = {code: name for name, code in DTYPE_CODES.items()}
+_NAMES = {code: name for name, code in DTYPE_CODES.items()} | {CODED: "fp8_e4m3"}
 
 
 class CudaAttention:
@@ -202,11 +202,11 @@ class CudaAttention:
         variant = _variant(partial.query, code, finite=part.finite)
         on_tensors = variant.form == "mma"
         numbers = part.numbers.copy()
-        numbers[Q_EXPONENT] = part.exponent if on_tensors else 0
+        numbers[Q_EXPONENT] = part.form(coded=code == CODED)[1] if on_tensors else 0
         launch = describe(variant, device.pointer, blocks, numbers, self._blocks_a_split(variant, part, len(blocks)))
         columns = self._mirror.put(launch.columns, device.compute)
         tops, totals, sums = self._room(launch.splits * launch.rows, launch.sums)
-        q = queries.of(number, on_tensors=on_tensors)
+        q = queries.of(number, on_tensors=on_tensors, coded=code == CODED)
         memory = View(device.pointer, device.capacity_bytes, "|u1")
         cap = np.float32(partial.on_host.soft_cap)
         arguments = (memory, q, *columns, cap, tops, totals, sums)

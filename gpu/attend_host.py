@@ -13,8 +13,9 @@ import numba
 import numpy as np
 
 from kvtierd.core.geometry import Geometry
+from kvtierd.core.stored_form import rotation
 from kvtierd.core.units import MIB, align_up
-from kvtierd.gpu.attend import Array, Blocks, Query, from_fp32, to_fp32
+from kvtierd.gpu.attend import Array, Blocks, Query, from_fp32, rotated, to_fp32
 from kvtierd.gpu.host_kernels.attention import GROUP_ROWS, attend_chunks, merge_chunks
 from kvtierd.gpu.host_kernels.attention_run import RAW_QUERY, SPARE_ROWS, TILE, Shape
 from kvtierd.gpu.host_kernels.attention_vectors import LANES
@@ -47,7 +48,7 @@ class _Pass:
 
     shape: Shape
     q: Array
-    q_raw: Array
+    """float32 [forms, vectors]: `kvtierd.gpu.host_kernels.attention.attend_chunks`."""
     raw: bool
     top: Array
     total: Array
@@ -162,7 +163,7 @@ class HostAttention:
         counter, done = np.zeros(1, np.int64), np.zeros(chunks, np.uint8)
         numba.set_num_threads(threads)
         attend_chunks(
-            part.shape, cap, part.q, part.q_raw, part.raw, columns, np.ascontiguousarray(bounds),
+            part.shape, cap, part.q, part.raw, columns, np.ascontiguousarray(bounds),
             tops, totals, sums, scores, spare, counter, done, stop,
         )  # fmt: skip
         if not done.all():
@@ -214,13 +215,14 @@ def _make_pass(query: Query, first: int, count: int) -> _Pass:
         size = float(np.abs(vectors).max(initial=0.0))
         vectors = vectors.reshape(shape.queries, shape.heads, shape.group, shape.k_dim).transpose(1, 0, 2, 3)
         rows = shape.heads * shape.queries * shape.group
-        q = np.zeros((rows, align_up(shape.k_dim, LANES)), np.float32)
-        q[:, : shape.k_dim] = vectors.reshape(rows, shape.k_dim)
-        q_raw = q * np.float32(RAW_QUERY)
+        forms: list[Array] = []
+        for spread in sorted({1, rotation(query.geometry)}):
+            turned = np.zeros((rows, align_up(shape.k_dim, LANES)), np.float32)
+            turned[:, : shape.k_dim] = rotated(vectors.reshape(rows, shape.k_dim), spread)
+            forms += [turned, turned * np.float32(RAW_QUERY)]
     return _Pass(
         shape=shape,
-        q=q.reshape(-1),
-        q_raw=q_raw.reshape(-1),
+        q=np.stack(forms).reshape(len(forms), -1),
         raw=size == 0 or _RAW_QUERY_MIN <= size <= _RAW_QUERY_MAX,
         top=np.full(rows, -np.inf, np.float32),
         total=np.zeros(rows, np.float32),

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kvtierd.gpu.attend import Array, Query, to_fp32
+from kvtierd.core.stored_form import rotation
+from kvtierd.gpu.attend import Array, Query, rotated, to_fp32
 from kvtierd.gpu.cuda_interface import View
 from kvtierd.gpu.cuda_scratch import Mirror
 from kvtierd.gpu.kernels.attention_common import NUMBERS
@@ -19,13 +20,20 @@ _Q_MAX_EXPONENT = 8
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Pass:
-    """Queries that go over the blocks together: of the CPU's carried state `state`, and what kernels are told."""
+    """Queries that go over the blocks together: of the CPU's carried state `state`, and what kernels are told.
+
+    `forms` are the vectors as they are and, where the codec rotates keys, rotated: each with the exponent of the power
+    of two that brings them into fp16's range.
+    """
 
     state: Any
     numbers: Array
-    q: Array
-    exponent: int
+    forms: list[tuple[Array, int]]
     finite: bool
+
+    def form(self, *, coded: bool) -> tuple[Array, int]:
+        """The vectors for blocks that are as the engine gave them, or as the codec made them."""
+        return self.forms[-1 if coded else 0]
 
     @property
     def rows(self) -> int:
@@ -55,15 +63,15 @@ class Queries:
 
     def __init__(self, mirror: Mirror, stream: Any, passes: list[Pass]) -> None:
         self._mirror, self._stream, self._passes = mirror, stream, passes
-        self._there: dict[tuple[int, bool], View] = {}
+        self._there: dict[tuple[int, bool, bool], View] = {}
 
-    def of(self, number: int, *, on_tensors: bool) -> View:
-        """Those of a pass; for tensor cores divided by their power of two."""
-        if (number, on_tensors) not in self._there:
-            part = self._passes[number]
-            q = np.ldexp(part.q, -part.exponent) if on_tensors else part.q
-            (self._there[number, on_tensors],) = self._mirror.put((q,), self._stream)
-        return self._there[number, on_tensors]
+    def of(self, number: int, *, on_tensors: bool, coded: bool) -> View:
+        """Those of a pass for coded blocks or others; for tensor cores divided by their power of two."""
+        wanted = number, on_tensors, coded
+        if wanted not in self._there:
+            q, exponent = self._passes[number].form(coded=coded)
+            (self._there[wanted],) = self._mirror.put((np.ldexp(q, -exponent) if on_tensors else q,), self._stream)
+        return self._there[wanted]
 
 
 def _make_pass(query: Query, state: Any, first: int) -> Pass:
@@ -76,7 +84,11 @@ def _make_pass(query: Query, state: Any, first: int) -> Pass:
     with np.errstate(over="ignore", invalid="ignore"):
         q = to_fp32(query.q[first : first + shape.queries]) * np.float32(query.scale / unit)
     q = q.reshape(shape.queries, shape.heads, shape.group, shape.k_dim).transpose(1, 0, 2, 3)
-    largest = float(np.abs(q).max(initial=0.0))
-    finite = math.isfinite(largest)
-    exponent = min(max(math.frexp(largest)[1] - _Q_MAX_EXPONENT, -126), 127) if finite and largest else 0
-    return Pass(state, numbers, np.ascontiguousarray(q).reshape(-1), exponent, finite)
+    forms, finite = [], True
+    for spread in sorted({1, rotation(query.geometry)}):
+        turned = rotated(np.ascontiguousarray(q), spread)
+        largest = float(np.abs(turned).max(initial=0.0))
+        finite = finite and math.isfinite(largest)
+        exponent = min(max(math.frexp(largest)[1] - _Q_MAX_EXPONENT, -126), 127) if finite and largest else 0
+        forms.append((turned.reshape(-1), exponent))
+    return Pass(state, numbers, forms, finite)

@@ -56,9 +56,9 @@ class Spaces:
         return number
 
     def shapes(self) -> npt.NDArray[np.int64]:
-        """[spaces, codecs, 4] int64: layers, layer_bytes, layer_stride, length of a record; 0 where not
+        """[spaces, largest codec + 1, 4] int64: layers, layer_bytes, layer_stride, length of a record; 0 where not
         known, or where blocks have no such form."""
-        table = np.zeros((len(self.digests), len(Codec), 4), np.int64)
+        table = np.zeros((len(self.digests), max(Codec) + 1, 4), np.int64)
         for number, digest in enumerate(self.digests):
             if (namespace := self.known.get(digest)) is None:
                 continue

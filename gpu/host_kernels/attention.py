@@ -34,7 +34,7 @@ from kvtierd.gpu.host_kernels.attention_run import (
     score_tokens,
     weigh_scores,
 )
-from kvtierd.gpu.host_kernels.attention_vectors import E4M3, FP32, LANES
+from kvtierd.gpu.host_kernels.attention_vectors import CODED, E4M3, FP32, LANES
 from kvtierd.index.jit import Word, cache_state, helper, subroutine
 
 GROUP_ROWS = 16
@@ -116,7 +116,6 @@ def _run_chunk(
     shape: Word,
     cap: Word,
     q: Word,
-    q_raw: Word,
     raw_query: Word,
     parts: Word,
     begin: Word,
@@ -133,11 +132,14 @@ def _run_chunk(
     small = False
     whole = shape.k_dim % LANES == 0 and shape.v_dim % LANES == 0
     for i in range(begin, end):
-        code, width = np.int64(codes[i]), _width(codes[i])
+        coded = codes[i] == CODED
+        code = np.int64(E4M3 if coded else codes[i])
+        width = _width(code)
         raw = raw_query and may_stay_raw(code, scales[i], shape)
         if raw != small:
             _scale_sums(sums, RAW_SUMS if raw else 1.0 / RAW_SUMS)
             small = raw
+        queries = q[min(q.shape[0] - 2, 2 * coded) + raw].ctypes.data
         for token in range(0, tokens[i], TILE):
             k, v = _tile_places(shape, addresses[i], token, width)
             # While K is scored its values come in, and while these are summed the next tile's K does.
@@ -148,20 +150,16 @@ def _run_chunk(
             k_ahead, v_ahead = (after, np.uint64(0)) if shape.v_start == 0 else (v, after)
             part = Part(k, v, k_ahead, v_ahead, scales[i], code, width, raw, whole and (raw or code != E4M3))
             count = min(TILE, tokens[i] - token)
-            queries = q_raw if raw else q
             _run_tile(shape, part, firsts[i] + token, count, cap, queries, scores, spare, tops, totals, sums)
     if small:
         _scale_sums(sums, 1.0 / RAW_SUMS)
 
 
-@_parallel(
-    types.void(SHAPE, types.float32, _F1, _F1, types.boolean, _PARTS, _I8, _F2, _F2, _F3, _F2, _F2, _I8, _U1, _U1)
-)
+@_parallel(types.void(SHAPE, types.float32, _F2, types.boolean, _PARTS, _I8, _F2, _F2, _F3, _F2, _F2, _I8, _U1, _U1))
 def attend_chunks(
     shape: Word,
     cap: Word,
     q: Word,
-    q_raw: Word,
     raw_query: Word,
     parts: Word,
     bounds: Word,
@@ -176,9 +174,9 @@ def attend_chunks(
 ) -> Word:
     """Attention of each chunk of parts by itself.
 
-    shape: `Shape`. cap: 0, or the soft cap times log2(e). q: float32 [heads, queries * group, padded k_dim], scaled by
-    softmax scale and log2(e) (over the cap where there is one); q_raw: the same times RAW_QUERY, used if raw_query.
-    parts: (addresses uint64, addresses of float32 scales uint64 or 0, codes uint8, positions of the first token int64,
+    shape: `Shape`. cap: 0, or the soft cap times log2(e). q: float32 [forms, heads * queries * group * padded
+    k_dim], scaled by softmax scale and log2(e) (over the cap where there is one): as they are, times RAW_QUERY (used if
+    raw_query), and where the codec rotates keys the same two rotated. parts: (addresses uint64, addresses of float32 scales uint64 or 0, codes uint8, positions of the first token int64,
     tokens int32), each [n]. Chunk c is parts bounds[c]..bounds[c + 1]; int64 [chunks + 1].
     Filled in: tops and totals [chunks, heads * rows], sums [chunks, heads * rows, padded v_dim], done uint8 [chunks].
     Scratch, one row a thread: scores [threads, heads * GROUP_ROWS * TILE], spare [threads, SPARE_ROWS * padded dim].
@@ -193,8 +191,7 @@ def attend_chunks(
             _run_chunk(
                 shape,
                 cap,
-                q.ctypes.data,
-                q_raw.ctypes.data,
+                q,
                 raw_query,
                 parts,
                 bounds[chunk],

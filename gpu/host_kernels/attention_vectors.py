@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic as _numba_intrinsic
 
-BF16, FP16, FP32, E4M3 = 0, 1, 2, 3
+BF16, FP16, FP32, E4M3, CODED = 0, 1, 2, 3, 4
 """Codes of the dtypes of elements."""
 CODES = (BF16, FP16, FP32, E4M3)
 ELEMENT_BYTES = (2, 2, 4, 1)

@@ -93,17 +93,17 @@ def elements(raw: npt.NDArray[np.unsignedinteger[Any]], dtype: str) -> Values:
     return raw.view(np.float16 if dtype == "fp16" else np.float32).astype(np.float64)
 
 
-def layer_groups(block: Bytes, geometry: Geometry, layer: int) -> list[Values]:
+def layer_groups(block: Bytes, geometry: Geometry, layer: int, *, turned: bool = True) -> list[Values]:
     """The values of each group of a layer of a block in slot form, K heads then V heads, in the order of memory.
 
-    Those that are encoded: keys are rotated.
+    `turned`: those that are encoded, with keys rotated.
     """
     element = {"bf16": np.uint16, "fp16": np.uint16, "fp32": np.uint32}[geometry.dtype]
     begin = layer * geometry.layer_stride
     raw = block[begin : begin + geometry.layer_bytes].view(element)
     values = elements(raw, geometry.dtype)
     split = geometry.block_size * geometry.kv_heads * geometry.k_dim
-    found = []
+    found: list[Values] = []
     for part, dim in ((values[:split], geometry.k_dim), (values[split:], geometry.v_dim)):
         if dim == 0:
             continue
@@ -111,7 +111,7 @@ def layer_groups(block: Bytes, geometry: Geometry, layer: int) -> list[Values]:
             heads = part.reshape(geometry.kv_heads, geometry.block_size, dim)
         else:
             heads = part.reshape(geometry.block_size, geometry.kv_heads, dim).swapaxes(0, 1)
-        if not found:
+        if turned and not found and rotation(geometry) > 1:
             heads = rounded_to_bf16(rotated(heads, rotation(geometry)))
         found += [head.reshape(-1) for head in heads]
     return found
@@ -145,3 +145,16 @@ def decoded(codes: npt.NDArray[np.uint8], scale: float, dtype: str) -> Values:
     exact = values_of(codes) * scale
     limit = _FINITE_MAX[dtype]
     return np.clip(exact, -limit, limit)
+
+
+def decoded_keys(codes: npt.NDArray[np.uint8], scale: float, geometry: Geometry) -> Values:
+    """As `decoded`, of a group of rotated keys: turned back, rounded to the dtype, and kept within its range."""
+    if (n := rotation(geometry)) == 1:
+        return decoded(codes, scale, geometry.dtype)
+    turned = decoded(codes, scale, "bf16").reshape(-1, geometry.k_dim)
+    back = rotated(turned, n).reshape(-1)
+    limit = _FINITE_MAX[geometry.dtype]
+    if geometry.dtype == "bf16":
+        return np.clip(rounded_to_bf16(back), -limit, limit)
+    exact = np.clip(back.astype(np.float64), -limit, limit)
+    return exact.astype(np.float16).astype(np.float64) if geometry.dtype == "fp16" else exact

@@ -26,7 +26,7 @@ from kvtierd.bench.options import Options
 from kvtierd.bench.rows import BenchError, Row, make_row
 from kvtierd.connectors.model_files import INSTALL, ModelUnavailableError
 from kvtierd.core.geometry import Geometry
-from kvtierd.gpu.attend import DTYPE_CODES, Blocks, Query, checked_query, from_fp32, to_fp32
+from kvtierd.gpu.attend import CODED, Blocks, Query, checked_query, from_fp32, to_fp32
 from kvtierd.gpu.attend_host import HostAttention
 from kvtierd.gpu.codec import BlockCodec
 from kvtierd.gpu.reference.attention import reference_attention, relative_error
@@ -121,7 +121,7 @@ def measure(case: Case, tokens: int, device: HostAttention) -> dict[str, float]:
         _addresses(small),
         tokens=lengths,
         positions=first,
-        dtypes=DTYPE_CODES["fp8_e4m3"],
+        dtypes=CODED,
         scales=_addresses(small) + codec.layout.scales_offset,
     )
     original, lossy = _oracle(query, exact, lengths), _oracle(query, decoded, lengths)

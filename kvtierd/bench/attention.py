@@ -26,7 +26,7 @@ from kvtierd.bench.placement import own_cpu, own_cpus
 from kvtierd.bench.rounds import alternate, timed
 from kvtierd.bench.rows import BenchError, Row, make_row
 from kvtierd.core.geometry import Geometry
-from kvtierd.gpu.attend import DTYPE_CODES, Blocks, Query, checked_query, from_fp32
+from kvtierd.gpu.attend import CODED, DTYPE_CODES, Blocks, Query, checked_query, from_fp32
 from kvtierd.gpu.attend_host import PIECE_NS, HostAttention
 from kvtierd.gpu.codec import BlockCodec
 
@@ -58,21 +58,21 @@ class Kv:
             codec.encode(block, self.small[index * codec.layout.slot_bytes :][: codec.layout.slot_bytes])
         shuffled = rng.permutation(count)  # slots of a pool are in no order
         positions = shuffled * SHAPE.block_size
-        self.bf16 = self._blocks(self.exact, SHAPE.slot_bytes, shuffled, positions, "bf16", 0)
+        self.bf16 = self._blocks(self.exact, SHAPE.slot_bytes, shuffled, positions, DTYPE_CODES["bf16"], 0)
         offset = codec.layout.scales_offset
-        self.fp8 = self._blocks(self.small, codec.layout.slot_bytes, shuffled, positions, "fp8_e4m3", offset)
+        self.fp8 = self._blocks(self.small, codec.layout.slot_bytes, shuffled, positions, CODED, offset)
         q = rng.standard_normal((1, HEADS, SHAPE.k_dim), np.float32)
         self.query = checked_query(q, SHAPE, layer=0, length=tokens, available=tokens)
         self.kv_bytes = count * SHAPE.layer_bytes
 
     @staticmethod
-    def _blocks(memory: Array, stride: int, order: Array, positions: Array, dtype: str, scales: int) -> Blocks:
+    def _blocks(memory: Array, stride: int, order: Array, positions: Array, dtype: int, scales: int) -> Blocks:
         addresses = memory.ctypes.data + order * stride
         return Blocks.make(
             addresses,
             tokens=SHAPE.block_size,
             positions=positions,
-            dtypes=DTYPE_CODES[dtype],
+            dtypes=dtype,
             scales=addresses + scales if scales else 0,
         )
 

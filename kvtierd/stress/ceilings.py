@@ -16,7 +16,7 @@ from kvtierd.bench.copies import Threads, cut, private_memory
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.stored_form import EncodedLayout
 from kvtierd.core.units import MIB, PAGE_BYTES
-from kvtierd.gpu.attend import DTYPE_CODES, Blocks, checked_query
+from kvtierd.gpu.attend import CODED, DTYPE_CODES, Blocks, checked_query
 from kvtierd.gpu.attend_host import HostAttention
 from kvtierd.gpu.codec import BlockCodec
 from kvtierd.storage.buffers import page_buffer
@@ -150,7 +150,7 @@ class KernelAlone:
             first,
             tokens=self._shape.block_size,
             positions=np.arange(blocks) * self._shape.block_size,
-            dtypes=DTYPE_CODES["fp8_e4m3" if self._lossy else self._shape.dtype],
+            dtypes=CODED if self._lossy else DTYPE_CODES[self._shape.dtype],
             scales=scales,
         )
         return min(self._timed(query, parts) for _ in range(2))

@@ -11,7 +11,7 @@ import numpy as np
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.keys import Keys, block_keys
 from kvtierd.core.namespace import Namespace
-from kvtierd.core.stored_form import Codec
+from kvtierd.core.stored_form import Codec, rotation
 from kvtierd.stress import generator
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -152,7 +152,9 @@ class Content:
         v = np.empty((shape.block_size, shape.kv_heads, shape.v_dim), np.uint16)
         self.fill_layer(name, layer, k, v)
         if lossy:
+            generator.turn(k, rotation(shape))
             generator.quantise(k)
+            generator.turn(k, rotation(shape))
             generator.quantise(v)
         return k, v
 

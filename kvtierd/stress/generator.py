@@ -88,6 +88,32 @@ def count_wrong(got: Any, part: int, first: int, scale: Any, bias: Any) -> int:
     return int(wrong)
 
 
+@compiled("void(uint16[:,:,::1], int64)")
+def turn(part: Any, n: int) -> None:
+    """Rotate [tokens, heads, dim] bf16 bits in place by Hadamard's matrix over `n` channels at a distance of dim / n.
+
+    As kvtierd.core.stored_form says, written anew like `quantise`; the same again turns back.
+    """
+    dims = part.shape[2]
+    row = np.empty(dims, np.float32)
+    factor = np.float32(1.0 / np.sqrt(np.float64(n)))
+    for token in range(part.shape[0]):
+        for head in range(part.shape[1]):
+            for dim in range(dims):
+                row[dim] = np.uint32(np.uint32(part[token, head, dim]) << np.uint32(16)).view(np.float32) * factor
+            apart = dims // 2
+            while apart >= dims // n and n > 1:
+                for dim in range(dims):
+                    if dim // apart % 2 == 0:
+                        low, high = row[dim], row[dim + apart]
+                        row[dim], row[dim + apart] = np.float32(low + high), np.float32(low - high)
+                apart //= 2
+            for dim in range(dims):
+                bits = row[dim].view(np.uint32)
+                odd = (bits >> np.uint32(16)) & np.uint32(1)
+                part[token, head, dim] = np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+
 @compiled("void(uint16[:,:,::1])")
 def quantise(part: Any) -> None:
     """What FP8 makes of [tokens, heads, dim] bf16 bits, in place: encoded as e4m3 with the scale of each head and

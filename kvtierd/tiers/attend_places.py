@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.stored_form import Codec, EncodedLayout
-from kvtierd.gpu.attend import DTYPE_CODES, code_of
+from kvtierd.gpu.attend import CODED, code_of
 from kvtierd.gpu.attend import Blocks as Parts
 from kvtierd.gpu.slot_pool import SlotClass, Slots
 from kvtierd.protocol.messages import TIER_GPU, TIER_HOST, TIER_NVME
@@ -135,7 +135,7 @@ class LayerForm:
         """Parts that begin at these addresses, each in the form that its codec gives it."""
         dtypes, scales = np.full(numbers.size, self.code, np.uint8), np.zeros(numbers.size, np.uint64)
         if (coded := codecs != Codec.RAW).any():
-            dtypes[coded] = DTYPE_CODES["fp8_e4m3"]
+            dtypes[coded] = CODED
             scales[coded] = begins[coded] + np.uint64(EncodedLayout(self.geometry).scales_offset)
         return Parts(
             addresses=begins,

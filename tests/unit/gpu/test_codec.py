@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtierd.core.geometry import Geometry
-from kvtierd.core.stored_form import Codec, EncodedLayout, choose_codec
+from kvtierd.core.stored_form import Codec, EncodedLayout, choose_codec, rotation
 from kvtierd.gpu.codec import BlockCodec
 from kvtierd.gpu.reference import codec as oracle
 
@@ -71,13 +71,17 @@ def assert_agrees_with_the_oracle(block: Bytes, geometry: Geometry) -> None:
     codec.decode(encoded, back)
     for layer in range(geometry.layers):
         wanted = [oracle.encode_group(group) for group in oracle.layer_groups(block, geometry, layer)]
-        for group, (codes, values) in enumerate(
-            zip(codes_by_group(encoded, codec.layout, layer), oracle.layer_groups(back, geometry, layer), strict=True)
-        ):
+        codes_found = codes_by_group(encoded, codec.layout, layer)
+        values_found = oracle.layer_groups(back, geometry, layer, turned=False)
+        for group, (codes, values) in enumerate(zip(codes_found, values_found, strict=True)):
             expected = wanted[group]
             assert np.array_equal(codes, expected.codes), (layer, group)
             assert codec.scales(encoded)[layer, group] == expected.scale
-            np.testing.assert_array_equal(values, oracle.decoded(codes, expected.scale, geometry.dtype))
+            if group < geometry.kv_heads:
+                meant = oracle.decoded_keys(codes, expected.scale, geometry)
+            else:
+                meant = oracle.decoded(codes, expected.scale, geometry.dtype)
+            np.testing.assert_array_equal(values, meant)
         np.testing.assert_allclose(codec.relative_l2(encoded)[layer], [w.relative_l2 for w in wanted], rtol=1e-5)
         np.testing.assert_allclose(codec.largest_error(encoded)[layer], [w.largest_error for w in wanted], rtol=1e-6)
 
@@ -140,13 +144,52 @@ def test_any_bits_at_all_agree_with_the_definition(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_a_block_that_is_decoded_and_encoded_again_does_not_change(dtype: str) -> None:
+def test_values_that_are_decoded_and_encoded_again_do_not_change(dtype: str) -> None:
     geometry = Geometry(**SHAPES["plain"], dtype=dtype)
     codec, encoded = encode(random_block(geometry, 3), geometry)
     once, twice = np.zeros(geometry.slot_bytes, np.uint8), np.zeros(geometry.slot_bytes, np.uint8)
     codec.decode(encoded, once)
     codec.decode(encode(once, geometry)[1], twice)
-    assert np.array_equal(once, twice)
+    for layer in range(geometry.layers):
+        first, second = (oracle.layer_groups(block, geometry, layer, turned=False) for block in (once, twice))
+        for a, b in zip(first[geometry.kv_heads :], second[geometry.kv_heads :], strict=True):
+            assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_keys_that_are_encoded_again_and_again_do_not_drift_away(dtype: str) -> None:
+    """Only numbers much smaller than those they were spread with change, and then by as little as these were rounded
+    by."""
+    geometry = Geometry(**SHAPES["plain"], dtype=dtype)
+    block = random_block(geometry, 3)
+    exact = np.concatenate(oracle.layer_groups(block, geometry, 0, turned=False)[: geometry.kv_heads])
+    errors = []
+    for _ in range(60):
+        codec, encoded = encode(block, geometry)
+        codec.decode(encoded, block)
+        found = np.concatenate(oracle.layer_groups(block, geometry, 0, turned=False)[: geometry.kv_heads])
+        errors.append(float(np.linalg.norm(found - exact) / np.linalg.norm(exact)))
+    assert 0.02 < errors[0] < 0.03
+    assert errors[-1] < 1.05 * errors[0]
+    assert errors[-1] - errors[30] < 0.001
+
+
+def test_a_few_large_channels_of_keys_cost_less_of_a_score_than_they_would_alone() -> None:
+    """What rotation is for: q and k are large in the same channels, which carry the score."""
+    geometry = Geometry(block_size=128, layers=1, kv_heads=1, k_dim=128, v_dim=128)
+    rng, size = np.random.default_rng(4), np.where(np.arange(128) % 32 == 5, 16.0, 1.0)
+    block = np.zeros(geometry.slot_bytes, np.uint8)
+    numbers = rng.standard_normal((2, 128, 128)) * size
+    block[: geometry.layer_bytes] = _raw(numbers.reshape(-1), "bf16")
+    q = rng.standard_normal((64, 128)) * size
+    exact = oracle.layer_groups(block, geometry, 0, turned=False)[0].reshape(128, 128)
+    codec, encoded = encode(block, geometry)
+    codec.decode(encoded, block)
+    turned = oracle.layer_groups(block, geometry, 0, turned=False)[0].reshape(128, 128)
+    alone = oracle.encode_group(exact.reshape(-1))
+    plain = oracle.decoded(alone.codes, alone.scale, "bf16").reshape(128, 128)
+    with_rotation, without = (np.linalg.norm(q @ (exact - found).T) for found in (turned, plain))
+    assert with_rotation < 0.6 * without
 
 
 def test_nan_stays_inf_saturates_and_the_error_says_so() -> None:
@@ -154,14 +197,42 @@ def test_nan_stays_inf_saturates_and_the_error_says_so() -> None:
     block = np.zeros(geometry.slot_bytes, np.uint8)
     values = block[: geometry.layer_bytes].view(np.float32)
     values[:] = 1.0
-    values[[3, 70, 71]] = np.nan, np.inf, -np.inf
+    values[[67, 70, 71]] = np.nan, np.inf, -np.inf
     codec, encoded = encode(block, geometry)
     codec.decode(encoded, block)
-    assert np.isnan(values[3])
+    assert np.isnan(values[67])
     assert np.count_nonzero(np.isnan(values)) == 1
     assert (values[70], values[71]) == (448 * codec.scales(encoded)[0, 1], -448 * codec.scales(encoded)[0, 1])
     assert codec.relative_l2(encoded).tolist() == [[0.0, np.inf]]
     assert codec.largest_error(encoded).tolist() == [[0.0, np.inf]]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_nan_and_inf_in_a_key_spoil_the_channels_they_are_spread_with_and_no_others(dtype: str) -> None:
+    geometry = Geometry(block_size=2, layers=1, kv_heads=1, k_dim=64, v_dim=64, dtype=dtype)
+    numbers = np.ones(geometry.layer_bytes // _width(geometry))
+    numbers[3], numbers[64 + 2] = np.nan, np.inf  # rows of 4 channels: 3, 7, 11 ... and 2, 6, 10 ... of another token
+    block = np.zeros(geometry.slot_bytes, np.uint8)
+    block[: geometry.layer_bytes] = _raw(numbers, dtype)
+    codec, encoded = encode(block, geometry)
+    codec.decode(encoded, block)
+    keys = oracle.layer_groups(block, geometry, 0, turned=False)[0].reshape(2, 16, 4)
+    assert np.isnan(keys[0, :, 3]).all()
+    assert np.isfinite(keys[1]).all()
+    assert keys[1, 0, 2] == 4 * 448 * codec.scales(encoded)[0, 0]
+    kept = np.ones((2, 16, 4), bool)
+    kept[0, :, 3] = kept[1, :, 2] = False
+    assert (keys[kept] == 1.0).all()
+    assert codec.relative_l2(encoded)[0, 0] == np.inf
+
+
+def test_how_many_channels_are_spread() -> None:
+    def channels(k_dim: int, v_dim: int = 8) -> int:
+        return rotation(Geometry(block_size=1, layers=1, kv_heads=1, k_dim=k_dim, v_dim=v_dim))
+
+    assert [channels(dim) for dim in (64, 80, 96, 128, 192, 256)] == [16] * 6
+    assert [channels(dim) for dim in (4, 24, 6, 1)] == [4, 4, 1, 1]
+    assert channels(576, 0) == 1, "of a latent form keys are values too"
 
 
 def test_layers_can_be_done_one_by_one_and_padding_becomes_zero() -> None:

@@ -39,7 +39,7 @@ def one_group(count: int) -> tuple[Form, Part, Part]:
     """A layer of one group of so many elements in one run, with room for its scale behind them."""
     scales = -(-count // 64) * 16
     form = Form(count, count, 4 * scales + 64, count, scales, 1)
-    return form, Part(0, count, 0, 1, 1, count, 0, 0), Part(count, 0, 0, 1, 0, 0, 0, 0)
+    return form, Part(0, count, 0, 1, 1, count, 0, 0, count, 1), Part(count, 0, 0, 1, 0, 0, 0, 0, 0, 1)
 
 
 def encoded(kind: str, elements: Array, exponent: int = 0) -> tuple[Array, npt.NDArray[np.float32]]:
