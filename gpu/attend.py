@@ -47,10 +47,10 @@ class Blocks:
     """One layer's parts of some blocks, in any order.
 
     addresses: uint64 [n], of the first byte of the layer's part. scales: uint64 [n], of its float32 scales in the order
-    K heads, V heads (`EncodedLayout.scales_offset`), 0 where there are none. dtypes: uint8 [n], `DTYPE_CODES` or `CODED`.
-    tokens: int32 [n], how many count. positions: int64 [n], of the first token. tiers: uint8 [n], whatever the caller
-    means by it. The memory must stay as it is until what was asked of it is computed. Raises ValueError for columns of
-    unequal length or other dtypes.
+    K heads, V heads (`EncodedLayout.scales_offset`), 0 where there are none. dtypes: uint8 [n], of `DTYPE_CODES`, or
+    `CODED`. tokens: int32 [n], how many count. positions: int64 [n], of the first token. tiers: uint8 [n], whatever the
+    caller means by it. The memory must stay as it is until what was asked of it is computed. Raises ValueError for
+    columns of unequal length or other dtypes.
     """
 
     addresses: Array

@@ -22,7 +22,7 @@ class Part:
     """Tokens `begin` to `begin + tokens` - 1 of a prefix, counted from the first key that was asked for.
 
     `data` is [layers, layer_bytes] uint8: the packed form of a block of so many tokens, K then V of each layer. It has
-    no layers where nothing was found. `codec` is 0 for exact bytes, 1 where any of them have been through FP8.
+    no layers where nothing was found. `codec` is 0 for exact bytes, 2 where any of them have been through FP8.
     """
 
     begin: int

@@ -44,7 +44,7 @@ class NamespaceHandle:
 class Hit:
     """The stored prefix: its length in blocks, and where each of its blocks lies ([count] uint8 masks).
 
-    `codecs` ([count] uint8, kvtierd.core.stored_form.Codec) says what a read of each would get: 0 the exact block, 1
+    `codecs` ([count] uint8, kvtierd.core.stored_form.Codec) says what a read of each would get: 0 the exact block, 2
     one that has been through FP8, which happens only in namespaces registered with `allow_loss`. Empty: all exact.
 
     For a client that said how fast it computes, `load` is how many of them are worth fetching and `load_ns` what that

@@ -174,10 +174,11 @@ def attend_chunks(
 ) -> Word:
     """Attention of each chunk of parts by itself.
 
-    shape: `Shape`. cap: 0, or the soft cap times log2(e). q: float32 [forms, heads * queries * group * padded
-    k_dim], scaled by softmax scale and log2(e) (over the cap where there is one): as they are, times RAW_QUERY (used if
-    raw_query), and where the codec rotates keys the same two rotated. parts: (addresses uint64, addresses of float32 scales uint64 or 0, codes uint8, positions of the first token int64,
-    tokens int32), each [n]. Chunk c is parts bounds[c]..bounds[c + 1]; int64 [chunks + 1].
+    shape: `Shape`. cap: 0, or the soft cap times log2(e). q: float32 [forms, heads * queries * group * padded k_dim],
+    scaled by softmax scale and log2(e) (over the cap where there is one): as they are, times RAW_QUERY (used if
+    raw_query), and where the codec rotates keys the same two rotated. parts: (addresses uint64, addresses of float32
+    scales uint64 or 0, codes uint8, positions of the first token int64, tokens int32), each [n]. Chunk c is parts
+    bounds[c]..bounds[c + 1]; int64 [chunks + 1].
     Filled in: tops and totals [chunks, heads * rows], sums [chunks, heads * rows, padded v_dim], done uint8 [chunks].
     Scratch, one row a thread: scores [threads, heads * GROUP_ROWS * TILE], spare [threads, SPARE_ROWS * padded dim].
     counter: int64 [1], 0 at first. cancel: uint8 [1]; once it is not 0 no further chunk is begun.

@@ -152,11 +152,20 @@ class Content:
         v = np.empty((shape.block_size, shape.kv_heads, shape.v_dim), np.uint16)
         self.fill_layer(name, layer, k, v)
         if lossy:
+            self._through_fp8(k, v)
             generator.turn(k, rotation(shape))
-            generator.quantise(k)
-            generator.turn(k, rotation(shape))
-            generator.quantise(v)
         return k, v
+
+    def encoded(self, name: BlockId, layer: int) -> tuple[Words, Words]:
+        """K and V of a layer as FP8 holds them: K is rotated, and a product with it wants q rotated."""
+        k, v = self.layer(name, layer, lossy=False)
+        self._through_fp8(k, v)
+        return k, v
+
+    def _through_fp8(self, k: Words, v: Words) -> None:
+        generator.turn(k, rotation(self.geometry))
+        generator.quantise(k)
+        generator.quantise(v)
 
 
 def _hashes(count: int, *words: int, first: int = 0) -> Any:

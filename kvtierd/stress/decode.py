@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-4
 """Of the largest relative L2 error of a head's output, and of the log-sum-exp's error. The kernel sums in float32; a
 block that is missing, of a million tokens, changes heads that weigh all alike by about 1e-2."""
+TOLERANCE_LOSSY = 4e-3
+"""The same where blocks have been through FP8: the oracle has keys as the codes stand for them, rotated; of a block
+that the daemon has decoded they were turned back and rounded to bf16 too."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -166,11 +169,12 @@ def _compare(judged: Judged, answers: Sequence[Mapping[str, Any]], output: Any, 
         lse_error = float(np.max(np.abs(got_lse - wanted_lse)))
         judged.checked += 1
         judged.error = max(judged.error, error)
-        if not (error <= TOLERANCE and lse_error <= TOLERANCE):  # NaN is wrong too
+        allowed = TOLERANCE_LOSSY if answer["lossy"] else TOLERANCE
+        if not (error <= allowed and lse_error <= allowed):  # NaN is wrong too
             judged.wrong += 1
             judged.findings.append(
                 f"step {answer['step']} layer {answer['layer']}: relative error {error:.2g}, of the log-sum-exp "
-                f"{lse_error:.2g}; {TOLERANCE} is allowed"
+                f"{lse_error:.2g}; {allowed} is allowed"
             )
 
 

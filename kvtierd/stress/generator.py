@@ -109,7 +109,7 @@ def turn(part: Any, n: int) -> None:
                         row[dim], row[dim + apart] = np.float32(low + high), np.float32(low - high)
                 apart //= 2
             for dim in range(dims):
-                bits = row[dim].view(np.uint32)
+                bits = np.float32(row[dim]).view(np.uint32)
                 odd = (bits >> np.uint32(16)) & np.uint32(1)
                 part[token, head, dim] = np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
 

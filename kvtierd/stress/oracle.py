@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from kvtierd.core.stored_form import rotation
 from kvtierd.stress import generator
 from kvtierd.stress.content import BlockId, Content
 
@@ -87,12 +88,25 @@ class Oracle:
 
     def _add(self, state: _State, q: Floats, layer: int, name: BlockId, asked: Sequence[Asked], at: int) -> None:
         size = self._content.geometry.block_size
-        k, v = self._content.layer(name, layer, lossy=bool(asked[0].lossy[at]))
+        if asked[0].lossy[at]:
+            k, v = self._content.encoded(name, layer)
+            q = turned(q, rotation(self._content.geometry))
+        else:
+            k, v = self._content.layer(name, layer, lossy=False)
         seen = np.clip([step.length - at * size for step in asked], 0, size)
         generator.attend(
             q, k, v, np.repeat(seen, q.shape[1] // len(asked)).astype(np.int64),
             state.top, state.total, state.values, *state.scratch,
         )  # fmt: skip
+
+
+def turned(q: Floats, n: int) -> Floats:
+    """Queries [..., k_dim] times Hadamard's matrix over `n` channels, k_dim / n apart (see `generator.turn`)."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < n:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    rows = q.reshape(*q.shape[:-1], n, -1)
+    return np.ascontiguousarray(np.einsum("ij,...jd->...id", matrix / np.sqrt(n), rows).reshape(q.shape))
 
 
 class _State:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvtierd.core.stored_form import Codec
+from kvtierd.gpu.reference.codec import encode_group, layer_groups
 from kvtierd.protocol import messages as m
 from kvtierd.testing.memory_store import MemoryStore
 from kvtierd.tiers import compress, compress_work
@@ -143,7 +144,7 @@ def test_disk_that_refuses_leaves_the_block_compressed_in_host() -> None:
         assert not store.blocks
         assert rig.manager.copies.shapes.forms.count == 2
         blocks, codecs = await rig.fetch(session, number, keys)
-        assert codecs == bytes([1, 1])
+        assert codecs == bytes([2, 2])
         assert all((block == rig.lossy(key)).all() for key, block in zip(keys, blocks, strict=True))
 
     run(scenario, store)
@@ -193,8 +194,11 @@ def test_what_was_decoded_is_never_written_as_if_it_were_exact(disabled: bool) -
         assert codecs == [Codec.FP8_E4M3] * 3
         await rig.call(session, m.Purge(id=1, namespace=number, tiers=["host"]))
         blocks, named = await rig.fetch(session, number, keys)
-        assert named == bytes([1] * 3)
-        assert all((block == rig.lossy(key)).all() for key, block in zip(keys, blocks, strict=True))
+        assert named == bytes([2] * 3)
+        # Encoded from what was decoded: keys were turned back and rounded to bf16 in between.
+        for key, block in zip(keys, blocks, strict=True):
+            once = _floats(rig.lossy(key))
+            assert np.linalg.norm(_floats(block) - once) < 2e-3 * np.linalg.norm(once)
 
     run(fill, store)
     again = MemoryStore(store)
@@ -237,24 +241,14 @@ def test_errors_stored_with_a_block_are_those_of_its_groups() -> None:
         (_, data, _) = next(iter(store.blocks.values()))
         shapes = compress_work.shapes_of(PLAIN)
         rows = data.reshape(PLAIN.layers, shapes.form.layer_stride)[:, shapes.errors].view(np.float32)
-        k = PLAIN.kv_heads * PLAIN.block_size * PLAIN.k_dim
+        slot = np.zeros((PLAIN.layers, PLAIN.layer_stride), np.uint8)
+        slot[:, : PLAIN.layer_bytes] = rig.exact(keys[0]).reshape(PLAIN.layers, -1)[:, : PLAIN.layer_bytes]
+        slot = slot.reshape(-1)
         for layer in range(PLAIN.layers):
-            exact, back = (
-                _floats(block).reshape(PLAIN.layers, -1)[layer] for block in (rig.exact(keys[0]), rig.lossy(keys[0]))
-            )
-            groups = [
-                (
-                    part[0].reshape(PLAIN.block_size, PLAIN.kv_heads, -1)[:, head],
-                    part[1].reshape(PLAIN.block_size, PLAIN.kv_heads, -1)[:, head],
-                )
-                for part in ((exact[:k], back[:k]), (exact[k:], back[k:]))
-                for head in range(PLAIN.kv_heads)
-            ]
-            for number_of, (right, got) in enumerate(groups):
-                relative = np.sqrt(((right - got) ** 2).sum() / (right**2).sum())
-                largest = np.abs(right - got).max() / np.abs(right).max()
-                assert rows[layer, number_of] == pytest.approx(relative, rel=1e-3)
-                assert rows[layer, shapes.form.groups + number_of] == pytest.approx(largest, rel=1e-3)
+            for group, values in enumerate(layer_groups(slot, PLAIN, layer)):
+                wanted = encode_group(values)
+                assert rows[layer, group] == pytest.approx(wanted.relative_l2, rel=1e-3)
+                assert rows[layer, shapes.form.groups + group] == pytest.approx(wanted.largest_error, rel=1e-3)
 
     run(scenario, store)
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from kvtierd.core.geometry import Geometry
+from kvtierd.core.stored_form import rotation
 from kvtierd.gpu.reference.attention import reference_attention
 from kvtierd.stress.content import BlockId, Content
 from kvtierd.stress.decode import Context, contexts, judge
-from kvtierd.stress.oracle import Asked, Oracle, queries
+from kvtierd.stress.oracle import Asked, Oracle, queries, turned
 
 SHAPE = Geometry(block_size=64, layers=2, kv_heads=2, k_dim=64, v_dim=32)
 HEADS, BLOCKS, LAYER = 8, 12, 1
@@ -27,8 +28,12 @@ def wide(words: np.ndarray) -> np.ndarray:
 def kv_of(content: Content, *, lossy: bool = False) -> list[tuple[np.ndarray, np.ndarray, int]]:
     found = []
     for number, name in enumerate(NAMES):
-        k, v = content.layer(name, LAYER, lossy=lossy)
-        found.append((wide(k), wide(v), number * SHAPE.block_size))
+        if lossy:  # what the codes stand for, turned back without rounding it
+            k, v = content.encoded(name, LAYER)
+            found.append((turned(wide(k), rotation(SHAPE)), wide(v), number * SHAPE.block_size))
+        else:
+            k, v = content.layer(name, LAYER, lossy=False)
+            found.append((wide(k), wide(v), number * SHAPE.block_size))
     return found
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.stored_form import Codec, EncodedLayout
+from kvtierd.gpu.attend import to_fp32
 from kvtierd.gpu.codec import BlockCodec
 from kvtierd.protocol import messages as m
 from kvtierd.testing.memory_store import MemoryStore
@@ -95,7 +96,7 @@ def test_block_that_cooled_down_is_compressed_at_rest_without_an_nvme_tier() -> 
         await rig.compressed(5)
         assert await rig.lookup(session, number, keys) == 5
         blocks, codecs = await rig.fetch(session, number, keys)
-        assert codecs == bytes([1] * 5)
+        assert codecs == bytes([2] * 5)
         assert all((block == rig.lossy(key)).all() for key, block in zip(keys, blocks, strict=True))
 
     run(scenario)
@@ -142,7 +143,7 @@ def test_reader_keeps_the_exact_bytes_that_it_leased_while_the_block_is_written_
     run(scenario, store)
 
 
-def test_block_is_compressed_again_only_after_a_longer_rest_and_loses_nothing_more() -> None:
+def test_block_is_compressed_again_only_after_a_longer_rest_and_loses_hardly_more() -> None:
     async def scenario(rig: LossyRig) -> None:
         session, number = await rig.client()
         keys = rig.keys(3)
@@ -157,8 +158,11 @@ def test_block_is_compressed_again_only_after_a_longer_rest_and_loses_nothing_mo
             await rig.compressed(3, seconds=60)
             assert (_errors(rig, keys) == errors).all(), "the errors are no longer those against the exact block"
             again, codecs = await rig.fetch(session, number, keys)
-            assert codecs == bytes([1] * 3)
-            assert [block.tobytes() for block in first] == [block.tobytes() for block in again]
+            assert codecs == bytes([2] * 3)
+            # Keys were turned back and rounded to bf16 in between: the least numbers among them may get another code.
+            for one, other in zip(first, again, strict=True):
+                before, after = (to_fp32(block.view(np.uint16)) for block in (one, other))
+                assert np.linalg.norm(after - before) < 2e-3 * np.linalg.norm(before)
             await rig.compressed(3, seconds=100)
 
     run(scenario)

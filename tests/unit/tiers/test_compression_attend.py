@@ -63,8 +63,10 @@ def test_attention_is_the_same_over_compressed_decoded_and_stored_blocks_which_t
             for layer in range(geometry.layers):
                 (first, *others) = [output for at, output, _ in found if at == layer]
                 wanted = np.frombuffer(first, np.float32)
+                # Where a block was decoded its keys were turned back and rounded to bf16; in FP8 they are not.
                 for output in others:
-                    np.testing.assert_allclose(np.frombuffer(output, np.float32), wanted, rtol=1e-4, atol=1e-5)
+                    error = np.linalg.norm(np.frombuffer(output, np.float32) - wanted) / np.linalg.norm(wanted)
+                    assert error < 5e-3
             assert all(lossy == list(range(BLOCKS)) for _, _, lossy in found)
             rig.check_accounts()
 

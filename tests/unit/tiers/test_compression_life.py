@@ -69,7 +69,7 @@ def test_evicted_compressed_blocks_come_back_from_nvme_and_are_lost_without_it()
             copies.evict_host(place.cls, copies.host.victims(place.cls, 10))
             assert copies.shapes.forms.count == 0
             blocks, codecs = await rig.fetch(session, number, keys)
-            assert codecs == (bytes([1] * 4) if store else b"")
+            assert codecs == (bytes([2] * 4) if store else b"")
             assert len(blocks) == (4 if store else 0)
             assert all((block == rig.lossy(key)).all() for key, block in zip(keys, blocks, strict=False))
 
@@ -87,9 +87,9 @@ def test_after_a_restart_blocks_come_back_as_fp8_and_loss_is_allowed_again_by_wh
     async def second(rig: LossyRig) -> None:
         session, number = await rig.client()
         looked = await rig.call(session, m.Lookup(id=1, namespaces=[number]), rig.keys(4).tobytes())
-        assert reply_of(looked, m.LookupReply).codecs == bytes([1] * 4)
+        assert reply_of(looked, m.LookupReply).codecs == bytes([2] * 4)
         blocks, codecs = await rig.fetch(session, number, rig.keys(4))
-        assert codecs == bytes([1] * 4)
+        assert codecs == bytes([2] * 4)
         assert all((block == rig.lossy(key)).all() for key, block in zip(rig.keys(4), blocks, strict=True))
         await rig.store(session, number, rig.keys(2, start=1), PLAIN)
         await flush(rig, session)
@@ -146,20 +146,20 @@ def test_get_and_parts_name_the_codec_too() -> None:
         await rig.store(session, number, keys, shape)
         await rig.compressed(3)
         answer = await rig.call(session, m.Get(id=1, namespace=number), keys[:1].tobytes())
-        assert reply_of(answer, m.GetReply).codecs == bytes([1])
+        assert reply_of(answer, m.GetReply).codecs == bytes([2])
         assert bytes(answer.frames[1]) == rig.lossy(keys[0]).tobytes()
         answer = await rig.call(session, m.AcquirePart(id=1, namespace=number, begin=64, end=200), keys.tobytes())
         reply = reply_of(answer, m.AcquireReply)
-        assert reply.codecs == bytes([1] * reply.count)
+        assert reply.codecs == bytes([2] * reply.count)
         await rig.release(session, reply)
         done = await rig.call(session, m.Reshape(id=1, namespace=number, parts=[64, 64, 128, 128]), keys.tobytes())
         assert reply_of(done, m.CountReply).count == 3
         answer = await rig.call(session, m.AcquirePart(id=1, namespace=number, begin=0, end=128), keys.tobytes())
         reply = reply_of(answer, m.AcquireReply)
-        assert (reply.count, reply.codecs) == (2, bytes([1, 1]))
+        assert (reply.count, reply.codecs) == (2, bytes([2, 2]))
         await rig.release(session, reply)
         blocks, codecs = await rig.fetch(session, number, keys)
-        assert codecs == bytes([1] * 3)
+        assert codecs == bytes([2] * 3)
         assert all((block == rig.lossy(key)).all() for key, block in zip(keys, blocks, strict=True))
         assert count(rig, "host_corrupt_blocks") == 0
 
@@ -178,9 +178,9 @@ def test_blocks_in_gpu_are_not_compressed_and_what_was_decoded_is_named_in_gpu_t
         await rig.call(session, m.Prefetch(id=1, namespace=number, tier="gpu", wait=True), keys.tobytes())
         rig.manager.copies.evict_host(*all_of(rig))
         looked = await rig.call(session, m.Lookup(id=1, namespaces=[number]), keys.tobytes())
-        assert reply_of(looked, m.LookupReply).codecs == bytes([0, 1, 1])
+        assert reply_of(looked, m.LookupReply).codecs == bytes([0, 2, 2])
         blocks, codecs = await rig.fetch(session, number, keys)
-        assert codecs == bytes([0, 1, 1])
+        assert codecs == bytes([0, 2, 2])
         wanted = [rig.exact(keys[0]), rig.lossy(keys[1]), rig.lossy(keys[2])]
         assert all((block == right).all() for block, right in zip(blocks, wanted, strict=True))
 

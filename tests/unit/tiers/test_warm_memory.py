@@ -194,7 +194,7 @@ async def test_blocks_in_fp8_are_served_from_where_they_lie(files, crash):
         assert rig.manager.stats()["warm_adopted_blocks"] == 6
         assert await rig.lookup(session, number, keys) == 6
         found, codecs = await rig.fetch(session, number, keys)
-        assert codecs == b"\x01" * 6
+        assert codecs == b"\x02" * 6
         assert all((block == rig.lossy(key)).all() for block, key in zip(found, keys, strict=True))
         rig.check_accounts()
     if crash:
@@ -213,7 +213,7 @@ async def test_block_that_was_decoded_is_still_one_that_has_been_through_fp8(fil
     async with lossy_life(files) as rig:
         session, number = await rig.client()
         found, codecs = await rig.fetch(session, number, keys)
-        assert codecs == b"\x01" * 4
+        assert codecs == b"\x02" * 4
         assert all((block == rig.lossy(key)).all() for block, key in zip(found, keys, strict=True))
         assert rig.manager.stats()["warm_corrupt_blocks"] == 0
         rig.check_accounts()
