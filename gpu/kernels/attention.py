@@ -15,7 +15,7 @@ import numpy as np
 from numba import cuda
 
 from kvtierd.core.geometry import Geometry
-from kvtierd.gpu.attend import DTYPE_CODES, Array, Blocks
+from kvtierd.gpu.attend import CODED, DTYPE_CODES, Array, Blocks
 from kvtierd.gpu.kernels.attention_common import LOAD_BYTES, NO_SCALES, NUMBERS, SIGNATURE, TILES, WIDTHS, shrink
 from kvtierd.gpu.kernels.attention_mma import make_mma
 from kvtierd.gpu.kernels.attention_simt import make_simt
@@ -199,7 +199,8 @@ def describe(variant: Variant, base: int, blocks: Blocks, numbers: Array, blocks
     `base` is the address of the first byte of the kernel's `memory`. numbers: int64 [NUMBERS]; TILES is filled in.
     Raises ValueError for blocks of another dtype, and for blocks that do not lie on multiples of 16 bytes.
     """
-    if (blocks.dtypes != DTYPE_CODES[variant.dtype]).any():
+    code = DTYPE_CODES[variant.dtype]
+    if not ((blocks.dtypes == code) | (blocks.dtypes == (CODED if variant.dtype == "fp8_e4m3" else code))).all():
         raise ValueError(f"blocks of another dtype than {variant.dtype} are among those of a launch")
     if numbers.shape != (NUMBERS,):
         raise ValueError(f"numbers have shape {numbers.shape}; ({NUMBERS},) is wanted")

@@ -83,7 +83,7 @@ def compare(device, geometry, length, heads, places, *, dtypes=("bf16",), querie
 def test_blocks_in_the_pool_and_in_pinned_memory_are_read_where_they_lie(monkeypatch):
     monkeypatch.setattr(cuda_device, "PIECE_BYTES", PIECE)
     device = make_device(POOL)
-    compare(device, shape(block_size=4), 10, 4, ["host", "gpu", "gpu"], dtypes=("fp8_e4m3", "bf16"))
+    compare(device, shape(block_size=4), 10, 4, ["host", "gpu", "gpu"], dtypes=("coded", "bf16"))
     if cuda_is_simulated():
         runtime = device.runtime
         assert [name.split("_k")[0] for name in runtime.launched] == [
@@ -117,7 +117,7 @@ def test_a_piece_at_a_time_is_the_same_as_all_at_once(monkeypatch):
 
 def test_dims_without_a_kernel_are_left_to_the_processors():
     device = make_device(POOL)
-    compare(device, shape(k_dim=48, v_dim=32), 29, 3, ["gpu", "host", "other"], dtypes=("bf16", "fp8_e4m3"))
+    compare(device, shape(k_dim=48, v_dim=32), 29, 3, ["gpu", "host", "other"], dtypes=("bf16", "coded"))
     if cuda_is_simulated():
         assert device.runtime.launched == []
     device.close()

@@ -37,7 +37,7 @@ def cases(draw):
         "queries": queries,
         "heads": geometry.kv_heads * draw(st.integers(1, 9)),
         "v_dim": draw(st.integers(1, k_dim)) if latent else 0,
-        "dtypes": tuple(draw(st.lists(st.sampled_from(sorted(DTYPE_CODES)), min_size=1, max_size=4))),
+        "dtypes": tuple(draw(st.lists(st.sampled_from(["coded", *sorted(DTYPE_CODES)]), min_size=1, max_size=4))),
         "window": draw(st.sampled_from([0, 0, 1, block_size, 2 * block_size + 1])),
         "soft_cap": draw(st.sampled_from([0.0, 0.0, 3.0])),
         "seed": draw(st.integers(0, 1000)),

@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 
 from kvtierd.core.geometry import Geometry
-from kvtierd.gpu.attend import DTYPE_CODES, Blocks
+from kvtierd.core.stored_form import rotation
+from kvtierd.gpu.attend import CODED, DTYPE_CODES, Blocks
 from kvtierd.gpu.host_kernels.attention_memory import E4M3_VALUES
 from kvtierd.gpu.reference.attention import reference_attention
 
@@ -35,6 +36,15 @@ def nearest_e4m3(values):
     codes = order[np.searchsorted(middle, np.abs(values))].astype(np.uint8)
     codes = np.where(np.isnan(values), 0x7F, codes)
     return (codes | (np.signbit(values).astype(np.uint8) << 7)).astype(np.uint8)
+
+
+def turned(vectors, n):
+    """float64 vectors [..., dim] times Hadamard's matrix over `n` channels at a distance of dim / n."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < n:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    rows = vectors.reshape(*vectors.shape[:-1], n, -1)
+    return (np.moveaxis(np.tensordot(matrix, rows, (1, -2)), 0, -2) / np.sqrt(n)).reshape(vectors.shape)
 
 
 @dataclasses.dataclass
@@ -66,7 +76,7 @@ class Kv:
 
 
 def make_kv(rng, geometry, length, dtypes=("bf16",), v_dim=0, draw=None, shift=0):
-    """Blocks of `length` tokens; each block of one of the dtypes in turn; unused bytes are poison.
+    """Blocks of `length` tokens; each of one of the dtypes, or "coded", in turn; unused bytes are poison.
 
     `draw(rng, shape)` makes the numbers; `shift` moves blocks off alignment by so many bytes.
     """
@@ -78,6 +88,8 @@ def make_kv(rng, geometry, length, dtypes=("bf16",), v_dim=0, draw=None, shift=0
     for index in range(count):
         tokens = min(g.block_size, length - index * g.block_size)
         dtype = dtypes[index % len(dtypes)]
+        coded = dtype == "coded"  # as the codec makes them: FP8, keys rotated
+        dtype = "fp8_e4m3" if coded else dtype
         width = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1}[dtype]
         elements = g.block_size * g.kv_heads * (g.k_dim + g.v_dim)
         groups = 2 * g.kv_heads
@@ -89,7 +101,8 @@ def make_kv(rng, geometry, length, dtypes=("bf16",), v_dim=0, draw=None, shift=0
             numbers = draw(rng, (tokens, g.kv_heads, dim))
             scale = scales[first : first + g.kv_heads].astype(np.float64)[None, :, None]
             content, meant = bits_of(np.ascontiguousarray(numbers / scale), dtype)
-            parts.append(meant.reshape(numbers.shape) * scale)
+            found = meant.reshape(numbers.shape) * scale
+            parts.append(turned(found, rotation(g)) if coded and first == 0 else found)
             size = g.block_size * g.kv_heads * dim * width
             place = raw[start : start + size]
             content = content.reshape(tokens, g.kv_heads, dim * width)
@@ -104,7 +117,7 @@ def make_kv(rng, geometry, length, dtypes=("bf16",), v_dim=0, draw=None, shift=0
         values.append(parts[1] if g.v_dim else parts[0][:, :, :v_dim])
         address = raw.ctypes.data + shift
         scale_address = raw.ctypes.data + start if dtype == "fp8_e4m3" else 0
-        rows.append((address, scale_address, DTYPE_CODES[dtype], tokens, index * g.block_size))
+        rows.append((address, scale_address, CODED if coded else DTYPE_CODES[dtype], tokens, index * g.block_size))
     columns = list(zip(*rows, strict=True))
     blocks = Blocks.make(columns[0], scales=columns[1], dtypes=columns[2], tokens=columns[3], positions=columns[4])
     return Kv(geometry, blocks, memory, keys, values, v_dim)
