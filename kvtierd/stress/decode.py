@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-4
 """Of the largest relative L2 error of a head's output, and of the log-sum-exp's error. The kernel sums in float32; a
 block that is missing, of a million tokens, changes heads that weigh all alike by about 1e-2."""
-TOLERANCE_LOSSY = 4e-3
-"""The same where blocks have been through FP8: the oracle has keys as the codes stand for them, rotated; of a block
-that the daemon has decoded they were turned back and rounded to bf16 too."""
+TOLERANCE_LOSSY, LSE_TOLERANCE_LOSSY = 9e-3, 3e-2
+"""The same where blocks have been through FP8. The oracle has keys as the codes stand for them, rotated; of a block
+that the daemon has decoded they were turned back and rounded to bf16 too, and a reply does not say which it was. That
+moves heads that look for one token by some 4e-3, their log-sum-exp by 6e-3, and the others by less."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -169,12 +170,12 @@ def _compare(judged: Judged, answers: Sequence[Mapping[str, Any]], output: Any, 
         lse_error = float(np.max(np.abs(got_lse - wanted_lse)))
         judged.checked += 1
         judged.error = max(judged.error, error)
-        allowed = TOLERANCE_LOSSY if answer["lossy"] else TOLERANCE
-        if not (error <= allowed and lse_error <= allowed):  # NaN is wrong too
+        allowed, lse_allowed = (TOLERANCE_LOSSY, LSE_TOLERANCE_LOSSY) if answer["lossy"] else (TOLERANCE, TOLERANCE)
+        if not (error <= allowed and lse_error <= lse_allowed):  # NaN is wrong too
             judged.wrong += 1
             judged.findings.append(
                 f"step {answer['step']} layer {answer['layer']}: relative error {error:.2g}, of the log-sum-exp "
-                f"{lse_error:.2g}; {allowed} is allowed"
+                f"{lse_error:.2g}; {allowed} and {lse_allowed} are allowed"
             )
 
 
