@@ -1,5 +1,6 @@
 """FP8 on CUDA: blocks in slot form to codes, scales and errors, and back (`kvtierd.core.stored_form`).
 
+    two launches: keys that the form rotates (`codec_keys`); all other groups
     grid (layers x groups, blocks); a thread block does one group of one layer of one block
 
         pass 1   largest magnitude: integers, 16 bytes a thread and step
@@ -8,39 +9,37 @@
 
 The bytes are those of the CPU's kernels; only the sums of squares are added in another order. Dims are multiples of 8:
 other blocks take the way through the host. Arithmetic is IEEE (no fastmath): the scale and NaN depend on it.
+
+Keys are rotated in both passes, in the registers of one thread, n numbers of a vector at a time: so they are read
+element by element, and nothing but the form is written.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda
 
 from kvtierd.core.geometry import Geometry
-from kvtierd.core.stored_form import EncodedLayout, encodable
-from kvtierd.gpu.kernels.codec_elements import ALL, FINITE, INFINITE, INFINITY, WIDTH, readers, writer
+from kvtierd.core.stored_form import EncodedLayout, encodable, rotation
+from kvtierd.gpu.kernels.codec_elements import INFINITY, VECTOR, readers
+from kvtierd.gpu.kernels.codec_keys import key_decoder, key_encoder
+from kvtierd.gpu.kernels.codec_vectors import vector_decoder, vector_encoder
 from kvtierd.gpu.kernels.primitives import (
     bits_of,
     device_function,
-    e4m3_word,
     exchange_f32,
     exchange_u32,
-    f16_of_e4m3,
     float_of,
-    floats_of_f16,
-    load_pair,
     load_word,
-    store_pair,
     store_word,
 )
 from kvtierd.gpu.kernels.registry import Kernel, register
 
 KINDS = ("bf16", "fp16", "fp32")
-VECTOR = 8
-"""Elements a thread takes at once: 16 bytes of bf16, 8 bytes of codes."""
 THREADS = 128
 WARPS_MAX = 8
 """Room for the sums of this many warps."""
@@ -51,20 +50,20 @@ _FULL_WARP = 32
 
 _SIGNATURE = (
     "void(uint8[::1], int64[::1], uint8[::1], int64[::1],"  # the exact form and its offsets, the FP8 form and its
-    " int64, int64, int64, int64, boolean, int64, int64, int64)"
+    " int64, int64, int64, int64, int64, int64, int64, boolean, int64, int64, int64)"
 )
 
 
 @device_function
 def _place(group: Any, heads: Any, tokens: Any, k_dim: Any, v_dim: Any, by_head: Any) -> Any:
-    """Of a group: first element in its layer, elements of a run, distance of runs, and vectors of all runs."""
+    """Of a group: first element in its layer, elements of a run, distance of runs, and how many there are."""
     is_v = group >= heads
     head = group - heads if is_v else group
     dim = v_dim if is_v else k_dim
     part = tokens * heads * k_dim if is_v else 0
     begin = part + (head * tokens * dim if by_head else head * dim)
     stride = dim if by_head else heads * dim
-    return begin, dim, stride, tokens * dim // VECTOR
+    return begin, dim, stride, tokens
 
 
 @device_function
@@ -110,49 +109,6 @@ def _sum_in_block(value: Any, scratch: Any, thread: Any, warps: Any) -> Any:
 
 
 @device_function
-def _error(value: Any, rounded: Any) -> Any:
-    """Error and value of one element, both in units of the scale; nothing for NaN and Inf."""
-    finite = abs(value) < _INF
-    return (value - rounded) if finite else _ZERO, value if finite else _ZERO
-
-
-@device_function
-def _errors(y: Any, codes: Any) -> Any:
-    """Squared errors, squares and the largest error of four elements."""
-    words = f16_of_e4m3(codes)
-    q, r = floats_of_f16(words[0]), floats_of_f16(words[1])
-    a, b, c, d = _error(y[0], q[0]), _error(y[1], q[1]), _error(y[2], r[0]), _error(y[3], r[1])
-    lost = a[0] * a[0] + b[0] * b[0] + c[0] * c[0] + d[0] * d[0]
-    total = a[1] * a[1] + b[1] * b[1] + c[1] * c[1] + d[1] * d[1]
-    return lost, total, max(abs(a[0]), abs(b[0]), abs(c[0]), abs(d[0]))
-
-
-@device_function
-def _times(values: Any, factor: Any) -> Any:
-    return (values[0] * factor, values[1] * factor, values[2] * factor, values[3] * factor)
-
-
-def _finder(kind: str) -> Any:
-    width = WIDTH[kind]
-    _, magnitude, _ = readers(kind)
-
-    @device_function
-    def find(exact, source, begin, dim, stride, vectors, scratch, what):  # type: ignore[no-untyped-def]
-        """The largest magnitude of the group, known to all threads."""
-        thread, threads, in_run = cuda.threadIdx.x, cuda.blockDim.x, dim // VECTOR
-        down, right = threads // in_run, threads % in_run
-        run, column, found = thread // in_run, thread % in_run, 0
-        for _ in range(thread, vectors, threads):
-            found = max(found, magnitude(exact, source + (begin + run * stride + column * VECTOR) * width, what))
-            run, column = run + down, column + right
-            if column >= in_run:
-                run, column = run + 1, column - in_run
-        return _largest_in_block(found, scratch, thread, (threads + _FULL_WARP - 1) // _FULL_WARP)
-
-    return find
-
-
-@device_function
 def _record(encoded, place, groups, exponent, infinite, lost, total, worst, factor, largest):  # type: ignore[no-untyped-def]
     """Write the scale of a group and its two errors; each kind of figure lies behind that of all groups before it."""
     relative, share = _ZERO, _ZERO
@@ -165,64 +121,51 @@ def _record(encoded, place, groups, exponent, infinite, lost, total, worst, fact
     store_word(encoded, place + 8 * groups, bits_of(share))
 
 
-def make_encode(kind: str) -> Callable[..., None]:
-    """The body of the encoder of one kind of elements."""
-    width, infinity = WIDTH[kind], INFINITY[kind]
-    load, _, widened = readers(kind)
-    find = _finder(kind)
+def make_encode(kind: str, *, keys: bool) -> Callable[..., None]:
+    """The body of the encoder of one kind of elements, of rotated keys or of all that is not rotated."""
+    find, encode_all = key_encoder(kind) if keys else vector_encoder(kind)
+    infinity = INFINITY["bf16" if keys else kind]
+    _, _, widened = readers("bf16" if keys else kind)
 
     def encode(  # type: ignore[no-untyped-def]
         exact,
         exact_at,
         encoded,
         encoded_at,
+        first,
+        count,
         heads,
         tokens,
         k_dim,
         v_dim,
+        n,
         by_head,
         layer_stride,
         encoded_stride,
         scales_at,
     ):
-        groups = heads * 2 if v_dim > 0 else heads
-        layer, group = cuda.blockIdx.x // groups, cuda.blockIdx.x % groups
+        layer, group = cuda.blockIdx.x // count, first + cuda.blockIdx.x % count
         thread, threads = cuda.threadIdx.x, cuda.blockDim.x
         warps = (threads + _FULL_WARP - 1) // _FULL_WARP
         scratch = cuda.shared.array(WARPS_MAX, np.uint32)
-        begin, dim, stride, vectors = _place(group, heads, tokens, k_dim, v_dim, by_head)
+        place = _place(group, heads, tokens, k_dim, v_dim, by_head)
         source = exact_at[cuda.blockIdx.y] + layer * layer_stride
         target = encoded_at[cuda.blockIdx.y] + layer * encoded_stride
-        most, infinite = find(exact, source, begin, dim, stride, vectors, scratch, ALL), 0
-        if most >= infinity:
-            most = find(exact, source, begin, dim, stride, vectors, scratch, FINITE)
-            infinite = find(exact, source, begin, dim, stride, vectors, scratch, INFINITE)
+        most, infinite = infinity, -1
+        # Where there is an Inf, again for what is less. A loop, so that the code of the pass is there once.
+        while most == infinity:
+            infinite += 1
+            found = find(exact, source, place, n, infinity - infinite)
+            most = _largest_in_block(found, scratch, thread, warps)
         largest = widened(most)
         exponent = _exponent(largest)
         factor = _power_of_two(-exponent)
-
-        lost, total, worst = _ZERO, _ZERO, _ZERO
-        in_run = dim // VECTOR
-        # Division once: then every step moves by the same number of runs and columns.
-        down, right = threads // in_run, threads % in_run
-        run, column = thread // in_run, thread % in_run
-        for _ in range(thread, vectors, threads):
-            at = begin + run * stride + column * VECTOR
-            halves = load(exact, source + at * width)
-            low, high = _times(halves[0], factor), _times(halves[1], factor)
-            a = e4m3_word(low[0], low[1], low[2], low[3])
-            b = e4m3_word(high[0], high[1], high[2], high[3])
-            store_pair(encoded, target + at, a, b)
-            first, second = _errors(low, a), _errors(high, b)
-            lost, total = lost + (first[0] + second[0]), total + (first[1] + second[1])
-            worst = max(worst, first[2], second[2])
-            run, column = run + down, column + right
-            if column >= in_run:
-                run, column = run + 1, column - in_run
+        lost, total, worst = encode_all(exact, source, encoded, target, place, n, factor)
         lost = _sum_in_block(lost, scratch, thread, warps)
         total = _sum_in_block(total, scratch, thread, warps)
         worst = float_of(_largest_in_block(bits_of(worst), scratch, thread, warps))
         if thread == 0:
+            groups = heads * 2 if v_dim > 0 else heads
             _record(
                 encoded, target + scales_at + 4 * group, groups, exponent, infinite, lost, total, worst, factor, largest
             )
@@ -230,75 +173,82 @@ def make_encode(kind: str) -> Callable[..., None]:
     return encode
 
 
-def make_decode(kind: str) -> Callable[..., None]:
-    """The body of the decoder of one kind of elements."""
-    width = WIDTH[kind]
-    write = writer(kind)
-
-    @device_function
-    def values(codes: Any, scale: Any) -> Any:
-        words = f16_of_e4m3(codes)
-        a, b = floats_of_f16(words[0]), floats_of_f16(words[1])
-        return (a[0] * scale, a[1] * scale, b[0] * scale, b[1] * scale)
+def make_decode(kind: str, *, keys: bool) -> Callable[..., None]:
+    """The body of the decoder of one kind of elements, of rotated keys or of all that is not rotated."""
+    decode_all = key_decoder(kind) if keys else vector_decoder(kind)
 
     def decode(  # type: ignore[no-untyped-def]
         exact,
         exact_at,
         encoded,
         encoded_at,
+        first,
+        count,
         heads,
         tokens,
         k_dim,
         v_dim,
+        n,
         by_head,
         layer_stride,
         encoded_stride,
         scales_at,
     ):
-        groups = heads * 2 if v_dim > 0 else heads
-        layer, group = cuda.blockIdx.x // groups, cuda.blockIdx.x % groups
-        thread, threads = cuda.threadIdx.x, cuda.blockDim.x
-        begin, dim, stride, vectors = _place(group, heads, tokens, k_dim, v_dim, by_head)
+        layer, group = cuda.blockIdx.x // count, first + cuda.blockIdx.x % count
+        place = _place(group, heads, tokens, k_dim, v_dim, by_head)
         target = exact_at[cuda.blockIdx.y] + layer * layer_stride
         source = encoded_at[cuda.blockIdx.y] + layer * encoded_stride
         scale = float_of(load_word(encoded, source + scales_at + 4 * group))
-        in_run = dim // VECTOR
-        down, right = threads // in_run, threads % in_run
-        run, column = thread // in_run, thread % in_run
-        for _ in range(thread, vectors, threads):
-            at = begin + run * stride + column * VECTOR
-            codes = load_pair(encoded, source + at)
-            write(exact, target + at * width, (values(codes[0], scale), values(codes[1], scale)), codes)
-            run, column = run + down, column + right
-            if column >= in_run:
-                run, column = run + 1, column - in_run
+        decode_all(exact, target, encoded, source, place, n, scale)
 
     return decode
 
 
+# Of encode, the compiler is promised 5 thread blocks: without, it takes one register too many for them on sm_80.
 _REGISTERS = {
     "encode": ({"sm_80": 96, "*": 80}, "6 thread blocks of 128 on a multiprocessor (5 where e4m3 is done by hand)"),
+    "encode_keys": (
+        {"sm_80": 112, "*": 96},
+        "as encode, less a thread block: a thread has 16 numbers and 16 loads",
+    ),
     "decode": ({"*": 64}, "8 thread blocks of 128 on a multiprocessor, enough to keep memory busy"),
+    "decode_keys": ({"*": 64}, "as decode"),
 }
 
 
-def _registered(name: str, make: Callable[[str], Callable[..., None]], kind: str) -> Kernel:
-    bounds, reason = _REGISTERS[name]
+class Pair(NamedTuple):
+    """The kernels of one direction and one kind of elements: for rotated keys, and for what is not rotated."""
+
+    keys: Kernel
+    others: Kernel
+
+
+def _registered(name: str, make: Callable[..., Callable[..., None]], kind: str, *, keys: bool) -> Kernel:
+    named = f"{name}_keys" if keys else name
+    bounds, reason = _REGISTERS[named]
     return register(
         Kernel(
-            name=f"{name}_{kind}",
-            function=make(kind),
+            name=f"{named}_{kind}",
+            function=make(kind, keys=keys),
             signature=_SIGNATURE,
             threads=THREADS,
             registers=bounds,
             reason=reason,
             canonical=kind == "bf16",
+            blocks_per_multiprocessor=5 if named == "encode" else None,
         )
     )
 
 
-ENCODERS = {kind: _registered("encode", make_encode, kind) for kind in KINDS}
-DECODERS = {kind: _registered("decode", make_decode, kind) for kind in KINDS}
+def _pairs(name: str, make: Callable[..., Callable[..., None]]) -> dict[str, Pair]:
+    return {
+        kind: Pair(_registered(name, make, kind, keys=True), _registered(name, make, kind, keys=False))
+        for kind in KINDS
+    }
+
+
+ENCODERS = _pairs("encode", make_encode)
+DECODERS = _pairs("decode", make_decode)
 
 
 def supports(geometry: Geometry) -> bool:
@@ -307,7 +257,7 @@ def supports(geometry: Geometry) -> bool:
 
 
 def launch(
-    kernels: dict[str, Kernel],
+    kernels: dict[str, Pair],
     geometry: Geometry,
     exact: Any,
     exact_at: Any,
@@ -325,9 +275,13 @@ def launch(
     """
     if not supports(geometry):
         raise ValueError(f"K and V dims are {geometry.k_dim} and {geometry.v_dim}; multiples of {VECTOR} are wanted")
-    layout, shape = EncodedLayout(geometry), geometry
+    layout, shape, n = EncodedLayout(geometry), geometry, rotation(geometry)
     strides = (shape.layer_stride, layout.layer_stride, layout.scales_offset)
-    dims = (shape.kv_heads, shape.block_size, shape.k_dim, shape.v_dim, shape.layout == "hnd")
-    grid = (shape.layers * layout.groups, len(exact_at))
-    arguments = (exact, exact_at, encoded, encoded_at, *dims, *strides)
-    kernels[shape.dtype].launch(grid, *arguments, threads=threads, stream=stream)
+    dims = (shape.kv_heads, shape.block_size, shape.k_dim, shape.v_dim, n, shape.layout == "hnd")
+    of_keys = shape.kv_heads if n > 1 else 0
+    for kernel, first, count in zip(
+        kernels[shape.dtype], (0, of_keys), (of_keys, layout.groups - of_keys), strict=True
+    ):
+        if count:
+            arguments = (exact, exact_at, encoded, encoded_at, first, count, *dims, *strides)
+            kernel.launch((shape.layers * count, len(exact_at)), *arguments, threads=threads, stream=stream)

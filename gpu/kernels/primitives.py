@@ -9,8 +9,10 @@ bytes from its first element. Words are 32 bits; the first element of a pair lie
 | `shared_bytes(count)` | uint8 array in shared memory, aligned to 128; one call a source line |
 | `load_words(array, byte)` | 16 bytes of global memory that no thread writes: 4 words |
 | `load_pair(array, byte)`, `load_word(array, byte)` | 8 or 4 bytes of the same: 2 words, 1 word |
+| `load_u16(array, byte)`, `load_u8(array, byte)` | 2 bytes or 1 of the same, as a word |
 | `store_words(array, byte, w0, w1, w2, w3)` | 16 bytes to global memory |
 | `store_pair(array, byte, w0, w1)`, `store_word(array, byte, w)` | 8 or 4 bytes to global memory |
+| `store_u16(array, byte, w)`, `store_u8(array, byte, w)` | the lowest 2 bytes or 1 of a word to global memory |
 | `shared_words(array, byte)`, `set_shared_words(array, byte, w0, w1, w2, w3)` | 16 bytes of shared memory |
 | `copy_async(shared, byte, array, at, valid)` | 16 bytes global → shared; of these `valid` are read, the rest is zero |
 | `copy_commit()`, `copy_wait(n)` | close a group of copies; wait until all but the last n (literal) groups are there |
@@ -20,6 +22,7 @@ bytes from its first element. Words are 32 bits; the first element of a pair lie
 | `broadcast_f32(value, lane)`, `broadcast_u32(value, lane)` | the value of that lane |
 | `sync_warp()` | all 32 lanes, and their shared memory |
 | `exp2(x)` | 2ˣ in float32, about 2 ulp |
+| `product(x, y)` | of two float32, rounded before anything is added to it: `x * y + z` may become one instruction |
 | `bits_of(x)`, `float_of(word)` | a float32 and its bits |
 | `bf16_pair(lo, hi)`, `f16_pair(lo, hi)` | two float32, rounded to nearest even, as a word |
 | `floats_of_bf16(word)`, `floats_of_f16(word)` | the two float32 in a word |

@@ -27,6 +27,7 @@ __all__ = [
     "float_of",
     "mma_bf16",
     "mma_f16",
+    "product",
     "sync_warp",
 ]
 
@@ -147,6 +148,7 @@ exchange_f32, exchange_u32 = _shuffle(types.float32, "bfly"), _shuffle(types.uin
 broadcast_f32, broadcast_u32 = _shuffle(types.float32, "idx"), _shuffle(types.uint32, "idx")
 mma_bf16, mma_f16 = _mma("bf16"), _mma("f16")
 sync_warp = instruction(f"bar.warp.sync {_ALL_LANES};", [], [], memory=True)
+product = instruction("mul.rn.f32 $0, $1, $2;", [types.float32], [types.float32] * 2)
 exp2 = instruction("ex2.approx.ftz.f32 $0, $1;", [types.float32], [types.float32])
 
 

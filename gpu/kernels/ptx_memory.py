@@ -22,12 +22,16 @@ __all__ = [
     "ldmatrix",
     "ldmatrix_transposed",
     "load_pair",
+    "load_u8",
+    "load_u16",
     "load_word",
     "load_words",
     "set_shared_words",
     "shared_bytes",
     "shared_words",
     "store_pair",
+    "store_u8",
+    "store_u16",
     "store_word",
     "store_words",
 ]
@@ -77,6 +81,13 @@ def _store(where: str, space: int, count: int) -> Any:
 
 load_words, load_pair, load_word = (_load("ld.global.nc", nvvm.ADDRSPACE_GLOBAL, count) for count in (4, 2, 1))
 store_words, store_pair, store_word = (_store("st.global", nvvm.ADDRSPACE_GLOBAL, count) for count in (4, 2, 1))
+# PTX lets a register be wider than what is loaded into it (the rest is zero) or stored from it.
+load_u16, load_u8 = (
+    _access(f"ld.global.nc.{kind} $0, [$1];", nvvm.ADDRSPACE_GLOBAL, [types.uint32]) for kind in ("u16", "u8")
+)
+store_u16, store_u8 = (
+    _access(f"st.global.{kind} [$0], $1;", nvvm.ADDRSPACE_GLOBAL, [], stored=1) for kind in ("u16", "u8")
+)
 shared_words = _load("ld.shared", nvvm.ADDRSPACE_SHARED, 4)
 set_shared_words = _store("st.shared", nvvm.ADDRSPACE_SHARED, 4)
 

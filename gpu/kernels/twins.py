@@ -21,12 +21,16 @@ __all__ = [
     "copy_wait",
     "device_function",
     "load_pair",
+    "load_u8",
+    "load_u16",
     "load_word",
     "load_words",
     "set_shared_words",
     "shared_bytes",
     "shared_words",
     "store_pair",
+    "store_u8",
+    "store_u16",
     "store_word",
     "store_words",
 ]
@@ -99,6 +103,26 @@ def load_pair(array: Any, byte: int) -> Words:
 def load_word(array: Any, byte: int) -> int:
     """4 bytes as a word."""
     return _load(array, byte, 1)[0]
+
+
+def load_u16(array: Any, byte: int) -> int:
+    """2 bytes as a word."""
+    return int(_span(array, byte, 2).view("<u2")[0])
+
+
+def load_u8(array: Any, byte: int) -> int:
+    """A byte as a word."""
+    return int(_span(array, byte, 1)[0])
+
+
+def store_u16(array: Any, byte: int, word: int) -> None:
+    """The lower half of a word."""
+    _span(array, byte, 2).view("<u2")[0] = int(word) & 0xFFFF
+
+
+def store_u8(array: Any, byte: int, word: int) -> None:
+    """The lowest byte of a word."""
+    _span(array, byte, 1)[0] = int(word) & 0xFF
 
 
 shared_words = load_words

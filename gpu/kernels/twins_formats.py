@@ -17,6 +17,7 @@ __all__ = [
     "float_of",
     "floats_of_bf16",
     "floats_of_f16",
+    "product",
 ]
 
 E4M3_MAX = 448.0
@@ -32,6 +33,11 @@ def bits_of(value: float) -> int:
 def float_of(word: int) -> np.float32:
     """The float32 with these bits; higher bits are cut off."""
     return np.uint32(int(word) & 0xFFFFFFFF).view(np.float32)
+
+
+def product(a: float, b: float) -> np.float32:
+    """The product of two float32."""
+    return np.float32(a) * np.float32(b)
 
 
 def exp2(value: float) -> np.float32:

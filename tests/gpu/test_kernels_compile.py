@@ -55,6 +55,8 @@ def _uses_every_primitive(source: Any, target: Any) -> None:
     p.store_words(target, byte, p.e4m3_word(x, d[0], d[1], d[2]), p.bf16_pair(x, d[3]), p.f16_pair(x, d[3]), y)
     p.store_pair(target, thread * 8, v[0], v[1])
     p.store_word(target, thread * 4, v[2])
+    p.store_u16(target, thread * 2, p.load_u16(source, thread * 2) + p.bits_of(p.product(x, f0) + g0))
+    p.store_u8(target, thread, p.load_u8(source, thread))
 
 
 def _kernel(body: Callable[..., None] = _uses_every_primitive, **changes: Any) -> Kernel:
@@ -66,6 +68,7 @@ def _kernel(body: Callable[..., None] = _uses_every_primitive, **changes: Any) -
 def test_every_primitive_assembles(architecture: Architecture) -> None:
     compiled = compile_kernel(_kernel(), architecture)
     wanted = ["cp.async.cg", "ldmatrix.sync", ".trans.", "mma.sync", "ld.global.nc.v4", "st.global.v4", "ex2.approx"]
+    wanted += ["mul.rn.f32", "ld.global.nc.u16", "ld.global.nc.u8", "st.global.u16", "st.global.u8"]
     by_hand = architecture < (8, 9)
     assert [text for text in wanted if text not in compiled.ptx] == []
     assert ("cvt.rn.f16x2.e4m3x2" in compiled.ptx) is not by_hand

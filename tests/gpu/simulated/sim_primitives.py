@@ -25,6 +25,8 @@ from kvtierd.gpu.kernels.primitives import (
     ldmatrix,
     ldmatrix_transposed,
     load_pair,
+    load_u8,
+    load_u16,
     load_word,
     load_words,
     mma_bf16,
@@ -33,6 +35,8 @@ from kvtierd.gpu.kernels.primitives import (
     shared_bytes,
     shared_words,
     store_pair,
+    store_u8,
+    store_u16,
     store_word,
     store_words,
     sync_warp,
@@ -76,11 +80,13 @@ def test_words_of_every_width_keep_their_place() -> None:
         e, f = load_pair(source, 8)
         store_pair(out, 16, f, e)
         store_word(out, 24, load_word(source, 4))
+        store_u16(out, 28, load_u16(source, 2) | 0xFFFF0000)
+        store_u8(out, 30, load_u8(source, 9) | 0xFFFFFF00)
 
     source, out = np.arange(32, dtype=np.uint8), np.zeros(32, np.uint8)
     _kernel(body, 1).launch(1, source, out)
     words = source.view(np.uint32)
-    assert out.view(np.uint32).tolist() == [*words[[5, 4, 7, 6]], *words[[3, 2]], words[1], 0]
+    assert out.view(np.uint32).tolist() == [*words[[5, 4, 7, 6]], *words[[3, 2]], words[1], 0x00090302]
 
 
 @pytest.mark.parametrize("byte", [-16, 8, 32])
