@@ -48,8 +48,9 @@ def encode_group(values: Values) -> Encoded:
     """Codes and errors of the elements that share a scale."""
     finite = np.isfinite(values)
     scale = scale_of(float(np.max(np.abs(values[finite]), initial=0.0)))
-    codes = codes_of(values / scale)
-    error = np.abs(np.where(finite, values - values_of(codes) * scale, 0.0))
+    with np.errstate(invalid="ignore"):  # of signalling NaN, which half floats may hold
+        codes = codes_of(values / scale)
+        error = np.abs(np.where(finite, values - values_of(codes) * scale, 0.0))
     squares = float(np.sum(np.where(finite, values, 0.0) ** 2))
     if np.isinf(values).any():
         return Encoded(codes, scale, math.inf, math.inf)
