@@ -123,9 +123,9 @@ def rotated(vectors: npt.NDArray[np.floating[Any]], n: int) -> npt.NDArray[np.fl
 
     The same again gives the vectors back, but for rounding.
     """
-    rows = vectors.astype(np.float32).reshape(*vectors.shape[:-1], n, -1) * np.float32(1 / math.sqrt(n))
     half = n // 2
     with np.errstate(invalid="ignore", over="ignore"):
+        rows = vectors.astype(np.float32).reshape(*vectors.shape[:-1], n, -1) * np.float32(1 / math.sqrt(n))
         while half:
             pairs = rows.reshape(*vectors.shape[:-1], n // (2 * half), 2, half, -1)
             a, b = pairs[..., 0, :, :], pairs[..., 1, :, :]
@@ -138,7 +138,8 @@ def rounded_to_bf16(values: npt.NDArray[np.float32]) -> Values:
     """The nearest bf16 of each, ties to even."""
     bits = values.view(np.uint32)
     up = np.where(np.isnan(values), np.uint32(0), (bits >> 16 & 1) + np.uint32(0x7FFF))
-    return ((bits + up) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a NaN that is cut off may be a signalling one
+        return ((bits + up) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
 
 
 def decoded(codes: npt.NDArray[np.uint8], scale: float, dtype: str) -> Values:
