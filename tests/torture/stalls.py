@@ -97,7 +97,7 @@ def _one(
     with contextlib.closing(RawClient(daemon.endpoint)) as raw:
         raw.hello()
         with contextlib.closing(attach(daemon.endpoint, raw.token)):
-            yield from Stage(client, raw, disk, rng, 1 + 10 * number).play(operation, count)
+            yield from Stage(client, raw, disk, rng, 10 * (number // REQUESTS)).play(operation, count)
 
 
 class Stage:
@@ -106,6 +106,7 @@ class Stage:
     def __init__(self, client: Client, raw: RawClient, disk: Disk, rng: random.Random, first: int) -> None:
         self._client, self._raw, self._disk, self._rng = client, raw, disk, rng
         self._cold, self._hot, self._fresh, self._doomed = (keys_of(first + i, BLOCKS) for i in range(4))
+        self.unused = keys_of(first + 4, 1)
         self._space = client.register(SPACE)
 
     def play(self, operation: str, count: int) -> Iterator[str]:
@@ -125,7 +126,7 @@ class Stage:
         finally:
             self._disk.go_on()
         yield from self._all_is_well()
-        self._raw.ask(m.CloseSequence(id=0, sequences=[sequence]), m.OkReply)
+        self._raw.post(m.CloseSequence(id=0, sequences=[sequence], quiet=True))
 
     @property
     def keys(self) -> tuple[Keys, Keys, Keys]:
@@ -203,7 +204,7 @@ def ask_all(raw: RawClient, rng: random.Random, asked: list[Asked]) -> Iterator[
 def requests(stage: Stage, number: int, sequence: int) -> list[Asked]:
     """One of each kind, most of them about blocks that are on nvme only."""
     cold, hot, doomed = (keys.tobytes() for keys in stage.keys)
-    fresh = keys_of(stage.keys[0].size + number, 1)
+    fresh = stage.unused
     block = content_of(fresh)[0]
     total = block_sums(layer_sums(block, SHAPE)[None]).tobytes()
     heads = bytes(2 * SHAPE.k_dim * 4)
