@@ -19,7 +19,7 @@ A code is e4m3 as OCP's 8-bit floating point specification names it (sign, 4 bit
 mantissa; no Inf; 0x7f and 0xff are NaN), which is torch's `float8_e4m3fn`. The scale is the smallest power of two with
 which the largest finite magnitude of the group is at most 448, never below 2^-100, and 1 where all are zero. A power
 of two, because e4m3 is itself a floating point format: an odd scale buys no precision, only up to one bit of range,
-while with this one dividing and multiplying are exact, and a block that is decoded and encoded again does not change.
+while with this one dividing and multiplying are exact, and V that is decoded and encoded again does not change.
 Rounding is to nearest even. Inf becomes the largest code of its sign, NaN stays NaN with its sign; the error of a group
 with Inf is Inf, and NaN counts for nothing. A decoded value beyond the range of the dtype is its largest finite one.
 
@@ -31,7 +31,7 @@ k_dim / n numbers, and row i becomes the sum over j of (-1)^popcount(i & j) x ro
 matrix, which is its own inverse. In float32: each number times 1 / root of n, then for h = n/2, n/4 ... 1 rows a and
 a + h become their sum and their difference; rounded to bf16, to nearest even. Errors are those of the rotated numbers,
 lengths and products of vectors are kept, and so q, rotated alike, gives the same scores. Of the n numbers that meet, a
-NaN makes NaN of all, and an Inf leaves nothing of the others.
+NaN makes NaN of all, without a sign, and an Inf leaves nothing of the others.
 """
 
 from __future__ import annotations

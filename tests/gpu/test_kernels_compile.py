@@ -94,6 +94,7 @@ def test_a_kernel_over_its_bounds_is_named_with_the_reason() -> None:
     assert report.stack_bytes >= 1024
 
 
+@pytest.mark.timeout(600)  # the largest takes 20 s for each of four architectures on a busy machine
 @pytest.mark.parametrize("kernel", CANONICAL, ids=lambda kernel: kernel.name)
 def test_canonical_kernel_keeps_its_bounds_of_registers_and_spills(kernel: Kernel) -> None:
     found = list(reports([kernel], ARCHITECTURES))

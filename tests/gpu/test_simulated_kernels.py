@@ -19,7 +19,7 @@ ROOT = FOLDER.parents[2]
 FILES = sorted(FOLDER.glob("sim_*.py"))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_kernels_in_the_simulator_agree_with_the_oracle(file: Path) -> None:
     simulate(file, "not torture")
@@ -34,7 +34,7 @@ def test_attention_in_the_simulator_agrees_with_the_oracle_in_long_runs_too() ->
 def simulate(file: Path, marker: str) -> None:
     environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "1"}
     # NumPy warns of what CUDA does silently: overflow and NaN in arithmetic on scalars.
-    options = ["-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", "--timeout", "240", "-m", marker]
+    options = ["-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", "--timeout", "400", "-m", marker]
     command = [sys.executable, "-m", "pytest", str(file), *options]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
