@@ -130,6 +130,7 @@ def test_killed_daemon_leaves_nothing_that_stops_the_next(spawn) -> None:
         assert client.ping() > 0
 
 
+@pytest.mark.timeout(900)  # all kernels: 100 s on two quiet processors
 def test_start_compiles_nothing_after_precompile(spawn, tmp_path: Path) -> None:
     folder = tmp_path / "kernels"
     command = [sys.executable, "-m", "kvtierd.cli.main", "precompile", "--config", os.devnull]
