@@ -56,8 +56,12 @@ def test_attention_block_by_block_is_attention() -> None:
 def test_vectors_come_back_as_near_as_fp8_is_and_where_they_were() -> None:
     generator = torch.Generator().manual_seed(1)
     keys, values = (torch.randn(1, 3, 256, 64, generator=generator).to(torch.bfloat16) for _ in range(2))
-    for sent, got in zip((keys, values), perplexity.Fp8()(keys, values), strict=True):
-        assert torch.all((sent - got).abs() <= sent.abs() / 16 + 2**-8)
-        assert not torch.equal(sent, got)
+    got_keys, got_values = perplexity.Fp8()(keys, values)
+    assert torch.all((values - got_values).abs() <= values.abs() / 16 + 2**-8)
+    assert not torch.equal(values, got_values)
+    # Channels of a key are spread over one another: what one loses depends on all of the vector.
+    lost = (keys.float() - got_keys.float()).norm(dim=-1) / keys.float().norm(dim=-1)
+    assert torch.all(lost <= 1 / 16)
+    assert torch.all(lost > 0)
     with pytest.raises(ValueError, match=r"5 tokens of torch\.bfloat16; whole blocks of 128"):
         perplexity.Fp8()(keys[:, :, :5], values[:, :, :5])
