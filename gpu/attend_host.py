@@ -15,7 +15,7 @@ import numpy as np
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.stored_form import rotation
 from kvtierd.core.units import MIB, align_up
-from kvtierd.gpu.attend import Array, Blocks, Query, from_fp32, rotated, to_fp32
+from kvtierd.gpu.attend import CODED, Array, Blocks, Query, from_fp32, rotated, to_fp32
 from kvtierd.gpu.host_kernels.attention import GROUP_ROWS, attend_chunks, merge_chunks
 from kvtierd.gpu.host_kernels.attention_run import RAW_QUERY, SPARE_ROWS, TILE, Shape
 from kvtierd.gpu.host_kernels.attention_vectors import LANES
@@ -48,11 +48,20 @@ class _Pass:
 
     shape: Shape
     q: Array
-    """float32 [forms, vectors]: `kvtierd.gpu.host_kernels.attention.attend_chunks`."""
+    """float32 [forms, vectors]: `kvtierd.gpu.host_kernels.attention.attend_chunks`. Rotated ones only once blocks that
+    the codec made are among those asked for."""
+    spread: int
     raw: bool
     top: Array
     total: Array
     sums: Array
+
+    def rotate(self) -> None:
+        """Have the rotated forms, where the codec rotates keys at all."""
+        if self.spread > 1 and len(self.q) == 2:
+            vectors = self.q[0].reshape(self.top.size, -1)[:, : self.shape.k_dim]
+            with np.errstate(over="ignore", invalid="ignore"):  # a query may hold Inf
+                self.q = np.concatenate([self.q, _forms(rotated(vectors, self.spread))])
 
 
 class HostPartial:
@@ -144,7 +153,10 @@ class HostAttention:
         columns = (some.addresses, some.scales, some.dtypes, some.positions, some.tokens)
         begin_ns = time.perf_counter_ns()
         step = _chunks_at_once(partial.query)
+        coded = bool((some.dtypes == CODED).any())
         for part in partial.passes:
+            if coded:
+                part.rotate()
             for at in range(0, bounds.size - 1, step):
                 if not self._run(part, partial.soft_cap, columns, bounds[at : at + step + 1], stop):
                     return False
@@ -206,6 +218,14 @@ def _chunks_at_once(query: Query) -> int:
     return max(2, _PARTIALS_BYTES // (query.geometry.kv_heads * rows * align_up(query.values_dim, LANES) * 4))
 
 
+def _forms(vectors: Array) -> Array:
+    """Vectors [rows, k_dim] padded for the kernel, as they are and times RAW_QUERY: float32 [2, all]."""
+    q = np.zeros((2, len(vectors), align_up(vectors.shape[1], LANES)), np.float32)
+    q[0, :, : vectors.shape[1]] = vectors
+    np.multiply(q[0], np.float32(RAW_QUERY), out=q[1])
+    return q.reshape(2, -1)
+
+
 def _make_pass(query: Query, first: int, count: int) -> _Pass:
     shape = _shape_of(query, first, min(count, query.q.shape[0] - first))
     vectors = to_fp32(query.q[first : first + shape.queries])
@@ -215,14 +235,11 @@ def _make_pass(query: Query, first: int, count: int) -> _Pass:
         size = float(np.abs(vectors).max(initial=0.0))
         vectors = vectors.reshape(shape.queries, shape.heads, shape.group, shape.k_dim).transpose(1, 0, 2, 3)
         rows = shape.heads * shape.queries * shape.group
-        forms: list[Array] = []
-        for spread in sorted({1, rotation(query.geometry)}):
-            turned = np.zeros((rows, align_up(shape.k_dim, LANES)), np.float32)
-            turned[:, : shape.k_dim] = rotated(vectors.reshape(rows, shape.k_dim), spread)
-            forms += [turned, turned * np.float32(RAW_QUERY)]
+        forms = _forms(vectors.reshape(rows, shape.k_dim))
     return _Pass(
         shape=shape,
-        q=np.stack(forms).reshape(len(forms), -1),
+        q=forms,
+        spread=rotation(query.geometry),
         raw=size == 0 or _RAW_QUERY_MIN <= size <= _RAW_QUERY_MAX,
         top=np.full(rows, -np.inf, np.float32),
         total=np.zeros(rows, np.float32),
