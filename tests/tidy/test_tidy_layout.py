@@ -71,7 +71,7 @@ def test_links_in_documents_lead_somewhere(root: Path, text_files: list[Path]) -
 def test_paths_that_documents_name_exist(root: Path) -> None:
     missing = [
         f"{name}: {target}"
-        for name in ("README.md", "ARCHITECTURE.md")
+        for name in ("README.md", "ARCHITECTURE.md", "docs/DECISIONS.md")
         if (root / name).exists()
         for target in re.findall(r"`((?:kvtierd|gpu|storage|protocol|tests|systemd)/[\w./-]+)`", _prose(root / name))
         if not (root / target).exists() and not (root / "kvtierd" / target).exists()
