@@ -252,7 +252,10 @@ class FakeService:
         for i, row in zip(index, rows, strict=True):
             key, slot = item.slots.pop(i)
             self.reserved.discard((item.space.digest, key))
-            self.blocks[item.space.digest, key] = FakeBlock(slot, row.copy())
+            if (item.space.digest, key) in self.blocks:
+                self._free(slot)  # a Put came first
+            else:
+                self.blocks[item.space.digest, key] = FakeBlock(slot, row.copy())
         if not item.slots:
             del self.reservations[request.reservation]
         return Answer(CommitReply(id=0, committed=len(index)))

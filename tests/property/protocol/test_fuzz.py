@@ -251,6 +251,12 @@ class Held:
 
 
 @settings(max_examples=200)
+@example(
+    batch=[
+        (request, fitting(request, 1))
+        for request in (Reserve(id=0, namespace=1), Put(id=0, namespace=1), Commit(id=0, reservation=0, index=[0]))
+    ]
+)
 @given(batch=st.lists(whole_requests | whole_requests | st.tuples(requests, frames), min_size=10, max_size=30))
 def test_requests_in_any_order_keep_the_service_whole(
     daemon: ThreadDaemon, attacker: RawClient, bystander: RawClient, batch: list[tuple[AnyRequest, list[bytes]]]
