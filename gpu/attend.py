@@ -160,6 +160,10 @@ class AttentionDevice(Protocol):
         anything: each call may take seconds and raise DeviceError. Empty where all is ready."""
         ...
 
+    def stop_preparing(self) -> None:
+        """Have calls of `to_prepare` that are under way end soon, and those that come later raise DeviceError."""
+        ...
+
     def begin(self, query: Query) -> Partial:
         """Carry nothing yet."""
         ...

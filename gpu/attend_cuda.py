@@ -84,9 +84,17 @@ class CudaAttention:
         self._device.register_host(memory)
 
     def to_prepare(self, geometry: Geometry, *, lossy: bool) -> list[Callable[[], None]]:
-        """Loading each kernel that is not loaded yet, of all that a group of query heads may call for."""
+        """Compiling in a process of its own, and loading, each kernel that is not loaded yet, of all that a group of
+        query heads may call for."""
         wanted = [kernel for kernel in kernels_for(geometry, lossy=lossy) if kernel.name not in self._prepared]
-        return [functools.partial(self._prepare, kernel) for kernel in wanted]
+        if not wanted:
+            return []
+        apart = functools.partial(self._runtime.compile_apart, self._device.gpu, wanted)
+        return [apart, *(functools.partial(self._prepare, kernel) for kernel in wanted)]
+
+    def stop_preparing(self) -> None:
+        """End the process that compiles."""
+        self._runtime.stop_compiling()
 
     def _prepare(self, kernel: Kernel) -> None:
         self._runtime.prepare(self._device.gpu, kernel)

@@ -110,6 +110,9 @@ class HostAttention:
         """Nothing: the kernels are loaded with this module."""
         return []
 
+    def stop_preparing(self) -> None:
+        """Nothing is under way."""
+
     def begin(self, query: Query) -> HostPartial:
         """Carry nothing yet."""
         return HostPartial(query)

@@ -75,6 +75,14 @@ class Runtime(Protocol):
         """Begin a kernel, as it stands in the stream; of its arguments a `View` is an array, others are numbers."""
         ...
 
+    def compile_apart(self, gpu: int, kernels: Sequence[Kernel]) -> None:
+        """Have these compiled outside of this process, where they never were: `prepare` then only loads them."""
+        ...
+
+    def stop_compiling(self) -> None:
+        """End what `compile_apart` began, at once; nothing is compiled after it."""
+        ...
+
     def prepare(self, gpu: int, kernel: Kernel) -> None:
         """Load a kernel, which is compiled where it never was: a launch of it then compiles nothing."""
         ...

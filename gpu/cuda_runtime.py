@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from kvtierd.gpu.kernels.arguments import cells_of, pointers_to
 
 if TYPE_CHECKING:
     from kvtierd.gpu.kernels.registry import Kernel
+
+_log = logging.getLogger(__name__)
 
 INSTALL = "pip install 'kvtierd[gpu]'"
 
@@ -33,7 +36,8 @@ class TorchRuntime:
             raise StartupError(ExitCode.NO_DEVICE, missing) from error
         self._driver: Any = None
         self._functions: dict[tuple[int, str], Any] = {}
-        self._loading = threading.Lock()
+        self._loading, self._loading_apart = threading.Lock(), threading.Lock()
+        self._apart: Any = None
         if not self._torch.cuda.is_available():
             raise StartupError(
                 ExitCode.NO_DEVICE, f"gpu.device is {device!r}, and torch sees no GPU (nvidia-smi says why); use host"
@@ -101,6 +105,19 @@ class TorchRuntime:
                 function, x, y, z, kernel.threads, 1, 1, 0, stream.cuda_stream, int(pointers.ctypes.data), 0,
             )  # fmt: skip
 
+    def compile_apart(self, gpu: int, kernels: Sequence[Kernel]) -> None:
+        """In a process of its own (kvtierd.gpu.kernels.compile_apart). Where that fails `prepare` compiles, as it does
+        what nobody has asked for before, and holds the GIL meanwhile: the log says so."""
+        apart = self._apart_made()
+        if problem := apart.fill(kernels, self._architecture(gpu)):
+            if apart.stopped:
+                raise CudaError("kernels are not compiled any more: the daemon ends")
+            _log.warning("kernels are compiled in the daemon, which answers late meanwhile: %s", problem)
+
+    def stop_compiling(self) -> None:
+        """Kill that process."""
+        self._apart_made().stop()
+
     def prepare(self, gpu: int, kernel: Kernel) -> None:
         """Compile with Numba for this GPU's architecture, or take it from the cache, and load it by the driver."""
         self._function(gpu, kernel)
@@ -148,13 +165,23 @@ class TorchRuntime:
 
     def _load(self, gpu: int, kernel: Kernel) -> Any:
         binaries = importlib.import_module("kvtierd.gpu.kernels.binaries")
-        major, minor = self._torch.cuda.get_device_capability(gpu)
+        major, minor = self._architecture(gpu)
         with _told(f"{kernel.name} cannot be compiled for sm_{major}{minor}", Exception):
-            binary = binaries.binary_of(kernel, (int(major), int(minor)))
+            binary = binaries.binary_of(kernel, (major, minor))
         with self._current(gpu), _told(kernel.name, CudaError):
             self._call("cudaSetDevice", gpu)
             module = self._drive("cuModuleLoadData", binary.cubin)
             return self._drive("cuModuleGetFunction", module, binary.entry.encode())
+
+    def _architecture(self, gpu: int) -> tuple[int, int]:
+        major, minor = self._torch.cuda.get_device_capability(gpu)
+        return int(major), int(minor)
+
+    def _apart_made(self) -> Any:
+        with self._loading_apart:
+            if self._apart is None:  # the compilers come with it
+                self._apart = importlib.import_module("kvtierd.gpu.kernels.compile_apart").Apart()
+            return self._apart
 
     def _drive(self, name: str, *arguments: Any) -> Any:
         """As `_call`, of the driver. Its context is that of the device that the runtime has made current."""

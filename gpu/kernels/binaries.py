@@ -34,14 +34,26 @@ class Binary(msgspec.Struct, frozen=True):
 def binary_of(kernel: Kernel, architecture: Architecture) -> Binary:
     """Load it, or compile it, which takes seconds. Errors of the compilers pass through; a folder that cannot be
     written to costs the next start its time and nothing else."""
-    folder = cache_state().directory
-    if folder is None:
+    file = _file_of(kernel, architecture)
+    if file is None:
         return _compiled(kernel, architecture)
-    file = folder / f"{kernel.name}-{architecture_name(architecture)}-{digest_of(kernel, architecture)}.cubin"
     if (found := _read(file)) is None:
         found = _compiled(kernel, architecture)
         _write(file, found)
     return found
+
+
+def is_kept(kernel: Kernel, architecture: Architecture) -> bool:
+    """Whether it would be loaded from the cache folder."""
+    file = _file_of(kernel, architecture)
+    return file is not None and _read(file) is not None
+
+
+def _file_of(kernel: Kernel, architecture: Architecture) -> Path | None:
+    folder = cache_state().directory
+    if folder is None:
+        return None
+    return folder / f"{kernel.name}-{architecture_name(architecture)}-{digest_of(kernel, architecture)}.cubin"
 
 
 def _compiled(kernel: Kernel, architecture: Architecture) -> Binary:

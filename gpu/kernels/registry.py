@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,14 @@ def all_kernels() -> tuple[Kernel, ...]:
 def architecture_name(architecture: Architecture) -> str:
     """`sm_90a` for (9, 0, "a")."""
     return "sm_" + "".join(str(part) for part in architecture)
+
+
+def architecture_of(name: str) -> Architecture:
+    """(9, 0, "a") for `sm_90a`. Raises ValueError for what is no such name."""
+    if (found := re.fullmatch(r"sm_(\d+)(\d)([a-z]?)", name)) is None:
+        raise ValueError(f"{name!r} is no architecture; one looks like sm_90 or sm_90a")
+    major, minor, feature = int(found[1]), int(found[2]), found[3]
+    return (major, minor, feature) if feature else (major, minor)
 
 
 def cuda_is_simulated() -> bool:

@@ -24,6 +24,7 @@ from kvtierd.config.fields import split_folders
 from kvtierd.config.schema import Settings
 from kvtierd.core.clock import Clock
 from kvtierd.core.errors import ErrorCode, RequestError
+from kvtierd.core.units import KIB
 from kvtierd.gpu.attend import Array, AttentionDevice
 from kvtierd.gpu.device import DeviceError
 from kvtierd.protocol.messages import Attend, AttendReply
@@ -53,6 +54,10 @@ _log = logging.getLogger(__name__)
 JOBS_BEYOND_THREADS = 2
 """Jobs beyond two for each I/O thread, of which one is read and the other waits for its turn: what is computed. The
 disk must find its next job without waiting for the loop, which comes for those that have arrived when it can."""
+
+FEW_QUERY_BYTES = 64 * KIB
+"""Queries that the loop looks at itself, for some 0.1 ms: a thread may not have its turn for milliseconds, and no read
+begins before."""
 
 
 class Attention:
@@ -117,6 +122,8 @@ class Attention:
         for stream in list(self._ahead.values()):
             stream.close()
         self._ahead.clear()
+        if self._device_made is not None:
+            self._device_made.stop_preparing()
         while waiting := {*self._tasks, *self._warming}:
             await asyncio.wait(waiting)
         await self._preparation.close()
@@ -142,7 +149,9 @@ class Attention:
         try:
             geometry, tokens = sequence.entry.geometry, sequence.tokens
             await self._ready(sequence.entry)
-            asked = await self._compute.run(functools.partial(queries_of, request, geometry, tokens, frames))
+            check = functools.partial(queries_of, request, geometry, tokens, frames)
+            few = sum(frame.nbytes for frame in frames) <= FEW_QUERY_BYTES
+            asked = check() if few else await self._compute.run(check)
             dtype = request.output or request.dtype
             answers: list[Array] = []
             fidelity = self._fidelity_of(request, sequence)

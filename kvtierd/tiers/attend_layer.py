@@ -102,19 +102,19 @@ class LayerWork:
 
     async def run(self, dtype: str) -> list[Array]:
         """Output of that dtype and log-sum-exp over everything that the queries see."""
-        begin = self._owner.device.begin
-        self._partials = await self._owner.run(lambda: [begin(part) for part in self._query.parts])
-        await self._compute_all()
-        return await self._owner.run(functools.partial(_results, self._partials, dtype))
-
-    async def _compute_all(self) -> None:
-        """Compute what has arrived first, so that the ring has room again."""
         here, brought = self._plan()
         self._missing = np.zeros(self._sequence.rows.size, np.bool_)
         self._missing[brought] = True
-        stream = self._stream = self._owner.stream(self._sequence, self._query.layer, brought, self._fidelity)
-        pieces = self._pieces(here)
+        self._stream = self._owner.stream(self._sequence, self._query.layer, brought, self._fidelity)
         await asyncio.sleep(0)  # the first reads are with the disk before anything takes the processors
+        begin = self._owner.device.begin
+        self._partials = await self._owner.run(lambda: [begin(part) for part in self._query.parts])
+        await self._compute_all(self._stream, here, brought)
+        return await self._owner.run(functools.partial(_results, self._partials, dtype))
+
+    async def _compute_all(self, stream: Stream, here: Parts, brought: Numbers) -> None:
+        """Compute what has arrived first, so that the ring has room again."""
+        pieces = self._pieces(here)
         while True:
             if stream.all_begun:
                 self._owner.look_ahead(self._sequence, self._query.layer, brought, self._fidelity)

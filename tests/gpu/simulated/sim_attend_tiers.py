@@ -73,6 +73,8 @@ def test_a_sequence_in_all_three_tiers_is_attended_to_on_the_gpu(monkeypatch):
         assert {name for name in device.runtime.launched if "merge" not in name} == {choose("bf16", 64, 64, 1).name}
         assert set(device.runtime.launched) <= set(device.runtime.prepared)
         assert sorted(device.runtime.prepared) == sorted(k.name for k in kernels_for(TIERS, lossy=False)), "each once"
+        assert device.runtime.compiled == device.runtime.prepared, "apart from this process, before each is loaded"
+        assert device.runtime.compiling_ended
         # Blocks came into the pool, and what goes with a call did; nothing that is mapped was copied.
         assert device.runtime.copied["pageable"] == 0
 

@@ -31,6 +31,8 @@ class FakeRuntime:
         self.opened: list[int] = []
         self.waits = 0
         self.prepared: list[str] = []
+        self.compiled: list[str] = []
+        self.compiling_ended = False
         self.freed = 0
         self.pools: dict[int, Bytes] = {}
         self._host: list[Bytes] = []
@@ -84,6 +86,13 @@ class FakeRuntime:
     def launch(self, gpu: int, kernel: Any, grid: Sequence[int], arguments: Sequence[Any], stream: Any) -> None:
         self.touched.add(gpu)
         raise CudaError(f"{kernel.name} on {grid}, {len(arguments)} arguments, {stream}: nothing computes here")
+
+    def compile_apart(self, gpu: int, kernels: Sequence[Any]) -> None:
+        self.touched.add(gpu)
+        self.compiled += [kernel.name for kernel in kernels]
+
+    def stop_compiling(self) -> None:
+        self.compiling_ended = True
 
     def prepare(self, gpu: int, kernel: Any) -> None:
         self.touched.add(gpu)

@@ -8,7 +8,7 @@ import functools
 import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -167,6 +167,31 @@ def test_a_kernel_is_loaded_once_and_gets_views_as_arrays_on_the_stream_and_the_
         runtime.launch(1, kernel, (2, 3), (View(4096, 5, "<f4"), -7, np.float32(1.5)), stream)
     with pytest.raises(CudaError, match="bad cannot be compiled for sm_90: no such instruction"):
         runtime.prepare(1, SimpleNamespace(name="bad", threads=64))  # type: ignore[arg-type]
+
+
+def test_kernels_are_compiled_apart_and_where_that_fails_the_log_says_so(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[Any] = []
+    apart = SimpleNamespace(
+        stopped=False, problem="", stop=lambda: setattr(apart, "stopped", True),
+        fill=lambda kernels, architecture: asked.append((kernels, architecture)) or apart.problem,
+    )  # fmt: skip
+    torch = calls.torch()
+    torch.cuda.get_device_capability = lambda _gpu: (10, 0)
+    modules = {"torch": torch, "cuda.bindings.runtime": calls.bindings()}
+    modules["kvtierd.gpu.kernels.compile_apart"] = SimpleNamespace(Apart=lambda: apart)
+    monkeypatch.setattr(importlib, "import_module", modules.__getitem__)
+    runtime, kernels = TorchRuntime("cuda:1"), cast(Any, ["k"])
+    runtime.compile_apart(1, kernels)
+    assert asked == [(["k"], (10, 0))]
+    assert not caplog.records
+    apart.problem = "the compiler's process was ended by signal 9"
+    runtime.compile_apart(1, kernels)
+    assert "answers late meanwhile: the compiler's process was ended by signal 9" in caplog.text
+    runtime.stop_compiling()
+    with pytest.raises(CudaError, match="not compiled any more"):
+        runtime.compile_apart(1, kernels)
 
 
 def test_a_kernel_takes_nothing_but_views_integers_and_floats() -> None:
