@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from kvtierd.core.block_copies import PlainCopies
 from kvtierd.core.checksum import Bytes, Sums
 from kvtierd.core.keys import Keys, as_keys
 from kvtierd.core.namespace import Namespace
@@ -44,6 +45,7 @@ class AsyncClient(AsyncParts, AsyncAttention):
         timeout_s: float = TIMEOUT_S,
         transfer_timeout_s: float = TRANSFER_TIMEOUT_S,
         copy_threads: int | None = None,
+        copies: PlainCopies | None = None,
         arena: bool = True,
         name: str = "",
         curve: CurveKeys | None = None,
@@ -52,7 +54,7 @@ class AsyncClient(AsyncParts, AsyncAttention):
         self.timeout_s = timeout_s
         self.transfer_timeout_s = transfer_timeout_s
         self._connection = Connection(self.endpoint, name or f"python:{os.getpid()}", curve)
-        self._copier = Copier(copy_threads or default_threads())
+        self._copier = Copier(copy_threads or default_threads(), copies)
         self._asking = asking = Asking(self._connection)
         self._queries = Queries(asking)
         self._slots = SlotPlans(asking, self._copier, use_arena=arena)

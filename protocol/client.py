@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from kvtierd.core.block_copies import PlainCopies
 from kvtierd.core.checksum import Bytes
 from kvtierd.core.keys import Keys, as_keys
 from kvtierd.core.namespace import Namespace
@@ -46,7 +47,8 @@ class Client(SyncAttention):
     $KVTIERD_ENDPOINT, else the service's default tenant. No call outlives its deadline: `timeout_s` for metadata,
     `transfer_timeout_s` for data. Without a daemon lookups and fetches find nothing, stores are dropped, and `counters`
     count both; `ping`, `stats`, `flush` and `purge` raise Unavailable. RequestError and ValueError are the caller's
-    mistakes. `arena=False` sends blocks in frames.
+    mistakes. `arena=False` sends blocks in frames. `copies` moves blocks: the plain way in NumPy by default;
+    `kvtierd.index.streaming.StreamingCopies()` is compiled and faster, and imports Numba.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Client(SyncAttention):
         timeout_s: float = TIMEOUT_S,
         transfer_timeout_s: float = TRANSFER_TIMEOUT_S,
         copy_threads: int | None = None,
+        copies: PlainCopies | None = None,
         arena: bool = True,
         name: str = "",
         curve: CurveKeys | None = None,
@@ -64,7 +67,7 @@ class Client(SyncAttention):
         self.timeout_s = timeout_s
         self.transfer_timeout_s = transfer_timeout_s
         self._connection = Connection(self.endpoint, name or f"python:{os.getpid()}", curve)
-        self._copier = Copier(copy_threads or default_threads())
+        self._copier = Copier(copy_threads or default_threads(), copies)
         self._asking = asking = Asking(self._connection)
         self._queries = Queries(asking)
         self._slots = SlotPlans(asking, self._copier, use_arena=arena)

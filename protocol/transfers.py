@@ -21,7 +21,8 @@ from kvtierd.protocol.slots import SlotPlans
 
 PIECE_BYTES = 64 << 20
 """Most bytes of one Acquire or Reserve inside fetch and store: a prefix of any length passes in such pieces, the next
-one asked for while one is copied."""
+one asked for while one is copied. What two pieces would hold at a time is one: less is asked, and nothing runs beside
+the copy."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -62,6 +63,8 @@ class Transfers:
         """Pieces of the arena are as even as can be: a last one of a few blocks would cost a round trip of its own."""
         if arena:
             most = max(1, min(self._connection.max_batch, PIECE_BYTES // handle.geometry.slot_bytes))
+            if total <= min(2 * most, self._connection.max_batch):
+                return max(1, total)
             return max(1, -(-total // max(1, -(-total // most))))
         limit = self._connection.max_message_bytes - (1 << 20)
         each = handle.geometry.slot_bytes + KEY_BYTES + 8 * (handle.geometry.layers + 1)

@@ -4,7 +4,9 @@ Peers live in environments of their own beside the checkout (`make bench-peers` 
 alternate with ours. LMCache's server in CPU mode moves requests of 128 MiB (4,096 tokens) between its shared memory and
 its client, with files behind; ours the same through our client, with the nvme tier behind, at the same pace. Its time
 is that of the transfer, and bytes are compared afterwards; so are ours in the rows beside it, but that our store hashes
-what it copies, which is how blocks become visible. What a retrieve costs that hashes too is told apart.
+what it copies, which is how blocks become visible. What a retrieve costs that hashes too is told apart. Both copy once:
+their server between its memory and its client's, which it has mapped; our client between its memory and the arena, by
+the compiled copies (`Client(copies=StreamingCopies())`). Rows that say "copies of NumPy" are of the client as it comes.
 
 Mooncake Store moves objects of 2 MiB over TCP on this host, unverified in its time; ours are verified within it.
 LMCache's adapters of files load objects of 2 MiB from the page cache; ours come once from host and once from nvme, past
@@ -41,10 +43,11 @@ from kvtierd.bench.peer_mooncake import mooncake
 from kvtierd.bench.peer_vllm import PROMPT_TOKENS, example_connector, first_token_s, our_connector
 from kvtierd.bench.rounds import alternate, timed
 from kvtierd.bench.rows import BenchError, Row, make_row
-from kvtierd.bench.workload import BLOCK_BYTES, LARGE, daemon_and_client, expect, namespace, random_keys
+from kvtierd.bench.workload import BLOCK_BYTES, LARGE, connected, daemon_and_client, expect, namespace, random_keys
 from kvtierd.core.checksum import Bytes
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.units import GIB, MIB
+from kvtierd.index.streaming import StreamingCopies
 from kvtierd.protocol.client import Client
 from kvtierd.protocol.copying import default_threads
 
@@ -60,14 +63,14 @@ assert REQUEST_BYTES == 128 * MIB
 
 
 class Ours:
-    """Stores under fresh keys and loads again: `count` blocks of a shape at a time."""
+    """Stores under fresh keys, made from `seed` on, and loads again: `count` blocks of a shape at a time."""
 
-    def __init__(self, client: Client, shape: Geometry, count: int) -> None:
+    def __init__(self, client: Client, shape: Geometry, count: int, seed: int) -> None:
         self._client, self._count = client, count
         self._handle = client.register(namespace(shape))
         self._source: Bytes = private_memory(count * shape.block_bytes, seed=1).reshape(count, shape.block_bytes)
         self._out: Bytes = private_memory(count * shape.block_bytes, seed=2).reshape(count, shape.block_bytes)
-        self._turn = 0
+        self._turn = seed
         self.bytes = count * shape.block_bytes
         self.store()
 
@@ -141,11 +144,11 @@ def rows(options: Options) -> Iterator[Row]:
     need_memory(5 * GIB)
     with tempfile.TemporaryDirectory(prefix="kvtierd-bench-", dir=options.directory) as name:
         folder = Path(name)
-        with _ours(folder / "large", REQUEST, REQUEST_BLOCKS) as ours:
+        with _ours(folder / "large", REQUEST, REQUEST_BLOCKS) as (ours, plain):
             yield from _naive_rows(ours, options.rounds(7, 3))
             if (python := peers["lmcache"]) is not None:
-                yield from _server_rows(python, folder, ours, options.rounds(4, 2))
-        with _ours(folder / "small", LARGE, OBJECTS) as ours:
+                yield from _server_rows(python, folder, ours, plain, options.rounds(4, 2))
+        with _ours(folder / "small", LARGE, OBJECTS) as (ours, _):
             if (python := peers["mooncake"]) is not None:
                 yield from _mooncake_rows(python, ours, options.rounds(7, 3))
             if (python := peers["lmcache"]) is not None:
@@ -155,10 +158,15 @@ def rows(options: Options) -> Iterator[Row]:
 
 
 @contextlib.contextmanager
-def _ours(folder: Path, shape: Geometry, count: int) -> Iterator[Ours]:
+def _ours(folder: Path, shape: Geometry, count: int) -> Iterator[tuple[Ours, Ours]]:
+    """With compiled copies, and with those of NumPy."""
     settings = {"gpu__capacity": 0, "host__capacity": 2 * GIB, "nvme__capacity": 16 * GIB}
-    with daemon_and_client(folder, default_threads(), **settings) as (_, client):
-        yield Ours(client, shape, count)
+    threads = default_threads()
+    with (
+        daemon_and_client(folder, threads, **settings) as (daemon, plain),
+        connected(daemon, threads, StreamingCopies()) as client,
+    ):
+        yield Ours(client, shape, count, seed=1), Ours(plain, shape, count, seed=1 << 20)
 
 
 def _naive_rows(ours: Ours, rounds: int) -> Iterator[Row]:
@@ -172,12 +180,14 @@ def _naive_rows(ours: Ours, rounds: int) -> Iterator[Row]:
         yield _rate(f"{what} of 128 MiB", ours.bytes, mine, other, "a plain copy of the whole context, not hashed", "")
 
 
-def _server_rows(python: Path, folder: Path, ours: Ours, rounds: int) -> Iterator[Row]:
+def _server_rows(python: Path, folder: Path, ours: Ours, plain: Ours, rounds: int) -> Iterator[Row]:
     seen: list[dict[str, float]] = []
     mine: list[dict[str, float]] = []
+    numpy: list[dict[str, float]] = []
     with lmcache_server(python, folder, memory_gib=2) as server:
         for _ in range(rounds):
             mine += [_request(ours) for _ in range(REQUESTS)]
+            numpy += [_request(plain) for _ in range(REQUESTS)]
             seen.append(server.round())
     name = "LMCache's server, CPU mode"
     yield make_row(
@@ -193,6 +203,7 @@ def _server_rows(python: Path, folder: Path, ours: Ours, rounds: int) -> Iterato
         other = median(seen, what)
         if not math.isnan(other):
             yield _rate(f"{what} of 128 MiB", REQUEST_BYTES, median(mine, what), other, name, FASTER)
+            yield _rate(f"{what} of 128 MiB, copies of NumPy", REQUEST_BYTES, median(numpy, what), other, name, "")
             if what == "retrieve":
                 hashed = median(mine, "hashed")
                 yield _rate("retrieve of 128 MiB, hashed as it is copied", REQUEST_BYTES, hashed, other, name, "")

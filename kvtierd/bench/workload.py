@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kvtierd.bench.rows import BenchError
+from kvtierd.core.block_copies import PlainCopies
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.keys import KEY_BYTES, Keys
 from kvtierd.core.namespace import Namespace
@@ -42,12 +43,16 @@ def random_keys(count: int, seed: int) -> Keys:
 @contextlib.contextmanager
 def daemon_and_client(folder: Path, copy_threads: int, **settings: object) -> Iterator[tuple[EmbeddedDaemon, Client]]:
     """A daemon with the `gpu` tier on ordinary memory and one client, for the length of the block."""
-    with (
-        EmbeddedDaemon(folder, gpu__device="host", **settings) as daemon,
-        Client(daemon.endpoint, timeout_s=TIMEOUT_S, transfer_timeout_s=TIMEOUT_S, copy_threads=copy_threads) as client,
-    ):
+    with EmbeddedDaemon(folder, gpu__device="host", **settings) as daemon, connected(daemon, copy_threads) as client:
         await_memory(client)
         yield daemon, client
+
+
+def connected(daemon: EmbeddedDaemon, copy_threads: int, copies: PlainCopies | None = None) -> Client:
+    """A client, patient as benches are, that moves blocks with `copies`."""
+    return Client(
+        daemon.endpoint, timeout_s=TIMEOUT_S, transfer_timeout_s=TIMEOUT_S, copy_threads=copy_threads, copies=copies
+    )
 
 
 def await_memory(client: Client) -> None:

@@ -29,7 +29,7 @@ def layer_sums(block: Bytes, geometry: Form, out: Sums | None = None) -> Sums:
     Raises ValueError for memory that is shorter than the block, as the other functions here do: a slice past its
     end would be cut silently, and the sum of half a part would vouch for it.
     """
-    _check_size("block", block, geometry.slot_bytes)
+    check_size("block", block, geometry.slot_bytes)
     sums = np.empty(geometry.layers, np.uint64) if out is None else out
     _hash_parts(block, geometry.layer_stride, geometry.layer_bytes, 0, geometry.layers, sums)
     return sums
@@ -44,7 +44,7 @@ def layer_sum(part: Bytes) -> int:
 
 def packed_sums(packed: Bytes, geometry: Geometry, out: Sums) -> None:
     """Hash each layer part of a packed block (`[block_bytes]` uint8)."""
-    _check_size("packed", packed, geometry.block_bytes)
+    check_size("packed", packed, geometry.block_bytes)
     _hash_parts(packed, geometry.layer_bytes, geometry.layer_bytes, 0, geometry.layers, out)
 
 
@@ -53,18 +53,18 @@ def copy_and_sum(source: Bytes, target: Bytes, geometry: Geometry, out: Sums, *,
 
     What is hashed is the copy, so the sums vouch for the bytes the caller holds.
     """
-    _check_size("source", source, geometry.slot_bytes)
-    _check_size("target", target, geometry.block_bytes if packed else geometry.slot_bytes)
-    _copy_parts(
+    check_size("source", source, geometry.slot_bytes)
+    check_size("target", target, geometry.block_bytes if packed else geometry.slot_bytes)
+    copy_parts(
         source, geometry.layer_stride, target, geometry.layer_bytes if packed else geometry.layer_stride, geometry, out
     )
 
 
 def fill_and_sum(packed: Bytes, slot: Bytes, geometry: Geometry, out: Sums) -> None:
     """Copy a packed block into slot form, zero the padding, and hash each part as it lands."""
-    _check_size("packed", packed, geometry.block_bytes)
-    _check_size("slot", slot, geometry.slot_bytes)
-    _copy_parts(packed, geometry.layer_bytes, slot, geometry.layer_stride, geometry, out)
+    check_size("packed", packed, geometry.block_bytes)
+    check_size("slot", slot, geometry.slot_bytes)
+    copy_parts(packed, geometry.layer_bytes, slot, geometry.layer_stride, geometry, out)
     if geometry.layer_stride != geometry.layer_bytes:
         _rows(slot, geometry.layer_stride, geometry.layers)[:, geometry.layer_bytes :] = 0
 
@@ -81,7 +81,8 @@ def block_sums(sums: Sums) -> Sums:
     return np.array([digest(data[at : at + nbytes]) for at in range(0, count * nbytes, nbytes)], np.uint64)
 
 
-def _check_size(name: str, memory: Bytes, size: int) -> None:
+def check_size(name: str, memory: Bytes, size: int) -> None:
+    """Raise ValueError for memory that is shorter than `size` bytes."""
     if memory.size < size:
         raise ValueError(f"{name} has {memory.size} bytes; {size} are wanted")
 
@@ -90,9 +91,7 @@ def _rows(memory: Bytes, step: int, layers: int) -> Bytes:
     return memory[: layers * step].reshape(layers, step)
 
 
-def _copy_parts(
-    source: Bytes, source_step: int, target: Bytes, target_step: int, geometry: Geometry, out: Sums
-) -> None:
+def copy_parts(source: Bytes, source_step: int, target: Bytes, target_step: int, geometry: Geometry, out: Sums) -> None:
     """Copy the layer parts that begin every `step` bytes, a few at a time, and hash each as it landed."""
     size, layers = geometry.layer_bytes, geometry.layers
     if size > PIECE_BYTES:

@@ -24,7 +24,7 @@ from kvtierd.index.jit import Word, compiled, helper
 SHORTEST = 241
 """Bytes of the shortest part that `sums_of` can hash: shorter ones have another algorithm."""
 
-_SECRET = np.frombuffer(
+SECRET = np.frombuffer(
     bytes.fromhex(
         "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
         "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
@@ -41,32 +41,40 @@ _START = np.array(
     np.uint64,
 )  # fmt: skip
 _PRIME_1 = np.uint64(0x9E3779B185EBCA87)
-_STRIPE, _STRIPES, _BLOCK = 64, 16, 1024
+STRIPE_BYTES, STRIPES, BLOCK_BYTES = 64, 16, 1024
 
-_LANES = ir.VectorType(ir.IntType(64), 8)
+LANES = ir.VectorType(ir.IntType(64), 8)
 _SWAP = ir.Constant(ir.VectorType(ir.IntType(32), 8), [1, 0, 3, 2, 5, 4, 7, 6])
 
 
 def _constant(value: int) -> ir.Constant:
-    return ir.Constant(_LANES, [value] * 8)
+    return ir.Constant(LANES, [value] * 8)
 
 
-def _load(builder: Any, address: Any, offset: int) -> Any:
+def load(builder: Any, address: Any, offset: int) -> Any:
+    """64 bytes at any address."""
     place = builder.add(address, ir.Constant(ir.IntType(64), offset))
-    return builder.load(builder.inttoptr(place, _LANES.as_pointer()), align=1)
+    return builder.load(builder.inttoptr(place, LANES.as_pointer()), align=1)
 
 
-def _stripe(builder: Any, acc: Any, data: Any, secret: Any, number: int) -> Any:
+def stripe(builder: Any, acc: Any, value: Any, secret: Any, number: int) -> Any:
     """Add 64 bytes: each lane takes its neighbour's data and the product of its own halves."""
-    value = _load(builder, data, number * _STRIPE)
-    key = builder.xor(value, _load(builder, secret, number * 8))
+    key = builder.xor(value, load(builder, secret, number * 8))
     product = builder.mul(builder.and_(key, _constant(0xFFFFFFFF)), builder.lshr(key, _constant(32)))
-    swapped = builder.shuffle_vector(value, ir.Constant(_LANES, ir.Undefined), _SWAP)
+    swapped = builder.shuffle_vector(value, ir.Constant(LANES, ir.Undefined), _SWAP)
     return builder.add(builder.add(acc, swapped), product)
 
 
-def _accumulator(builder: Any, address: Any) -> Any:
-    return builder.inttoptr(address, _LANES.as_pointer())
+def scrambled(builder: Any, acc: Any, secret: Any) -> Any:
+    """What follows each block."""
+    value = builder.xor(acc, builder.lshr(acc, _constant(47)))
+    value = builder.xor(value, load(builder, secret, 192 - STRIPE_BYTES))
+    return builder.mul(value, _constant(0x9E3779B1))
+
+
+def accumulator(builder: Any, address: Any) -> Any:
+    """The eight lanes at an address."""
+    return builder.inttoptr(address, LANES.as_pointer())
 
 
 def _block(_context: Any, _acc: Any, _data: Any, _secret: Any) -> Any:
@@ -74,13 +82,11 @@ def _block(_context: Any, _acc: Any, _data: Any, _secret: Any) -> Any:
 
     def generate(_codegen: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         acc, data, secret = arguments
-        place = _accumulator(builder, acc)
+        place = accumulator(builder, acc)
         value = builder.load(place, align=8)
-        for number in range(_STRIPES):
-            value = _stripe(builder, value, data, secret, number)
-        value = builder.xor(value, builder.lshr(value, _constant(47)))
-        value = builder.xor(value, _load(builder, secret, 192 - _STRIPE))
-        builder.store(builder.mul(value, _constant(0x9E3779B1)), place, align=8)
+        for number in range(STRIPES):
+            value = stripe(builder, value, load(builder, data, number * STRIPE_BYTES), secret, number)
+        builder.store(scrambled(builder, value, secret), place, align=8)
         return _codegen.get_dummy_value()
 
     return types.void(types.uint64, types.uint64, types.uint64), generate
@@ -91,8 +97,8 @@ def _one_stripe(_context: Any, _acc: Any, _data: Any, _secret: Any) -> Any:
 
     def generate(_codegen: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         acc, data, secret = arguments
-        place = _accumulator(builder, acc)
-        builder.store(_stripe(builder, builder.load(place, align=8), data, secret, 0), place, align=8)
+        place = accumulator(builder, acc)
+        builder.store(stripe(builder, builder.load(place, align=8), load(builder, data, 0), secret, 0), place, align=8)
         return _codegen.get_dummy_value()
 
     return types.void(types.uint64, types.uint64, types.uint64), generate
@@ -126,19 +132,22 @@ def _word(secret: Word, offset: Word) -> Word:
 
 
 @helper
-def _sum_at(data: Word, size: Word, secret: Word, acc: Word) -> Word:
-    """xxh3-64 of the bytes at an address; `acc` is room for the eight lanes."""
-    keys, place = np.uint64(secret.ctypes.data), np.uint64(acc.ctypes.data)
-    blocks = (size - 1) // _BLOCK
-    stripes = (size - 1 - blocks * _BLOCK) // _STRIPE
+def start(acc: Word) -> Word:
+    """Set the eight lanes to what every sum begins with."""
     for i in range(8):
         acc[i] = _START[i]
-    for block in range(blocks):
-        _add_block(place, data + np.uint64(block * _BLOCK), keys)
-    rest = data + np.uint64(blocks * _BLOCK)
+
+
+@helper
+def ended(data: Word, size: Word, secret: Word, acc: Word) -> Word:
+    """The sum, when all whole blocks but the last bytes are in `acc`."""
+    keys, place = np.uint64(secret.ctypes.data), np.uint64(acc.ctypes.data)
+    blocks = (size - 1) // BLOCK_BYTES
+    stripes = (size - 1 - blocks * BLOCK_BYTES) // STRIPE_BYTES
+    rest = data + np.uint64(blocks * BLOCK_BYTES)
     for stripe in range(stripes):
-        _add_stripe(place, rest + np.uint64(stripe * _STRIPE), keys + np.uint64(8 * stripe))
-    _add_stripe(place, data + np.uint64(size - _STRIPE), keys + np.uint64(192 - _STRIPE - 7))
+        _add_stripe(place, rest + np.uint64(stripe * STRIPE_BYTES), keys + np.uint64(8 * stripe))
+    _add_stripe(place, data + np.uint64(size - STRIPE_BYTES), keys + np.uint64(192 - STRIPE_BYTES - 7))
     found = np.uint64(size) * _PRIME_1
     for i in range(4):
         key = 11 + 16 * i
@@ -148,10 +157,20 @@ def _sum_at(data: Word, size: Word, secret: Word, acc: Word) -> Word:
     return found ^ (found >> np.uint64(32))
 
 
-_READ_ONLY = types.Array(types.uint8, 1, "C", readonly=True)
+@helper
+def _sum_at(data: Word, size: Word, secret: Word, acc: Word) -> Word:
+    """xxh3-64 of the bytes at an address; `acc` is room for the eight lanes."""
+    keys, place = np.uint64(secret.ctypes.data), np.uint64(acc.ctypes.data)
+    start(acc)
+    for block in range((size - 1) // BLOCK_BYTES):
+        _add_block(place, data + np.uint64(block * BLOCK_BYTES), keys)
+    return ended(data, size, secret, acc)
 
 
-@compiled(types.void(types.uint64[::1], types.int64, _READ_ONLY, types.uint64[::1], types.uint64[::1]))
+READ_ONLY = types.Array(types.uint8, 1, "C", readonly=True)
+
+
+@compiled(types.void(types.uint64[::1], types.int64, READ_ONLY, types.uint64[::1], types.uint64[::1]))
 def _sums(addresses: Word, size: Word, secret: Word, acc: Word, out: Word) -> Word:
     for part in range(addresses.size):
         out[part] = _sum_at(addresses[part], size, secret, acc)
@@ -161,7 +180,7 @@ def _sums(addresses: Word, size: Word, secret: Word, acc: Word, out: Word) -> Wo
     types.int64(
         types.Array(types.uint64, 2, "C", readonly=True),
         types.Array(types.uint64, 1, "C", readonly=True),
-        _READ_ONLY,
+        READ_ONLY,
         types.uint64[::1],
     )
 )
@@ -180,7 +199,7 @@ def first_other(rows: npt.NDArray[np.uint64], sums: npt.NDArray[np.uint64]) -> i
     """
     if rows.shape[1] * rows.itemsize < SHORTEST:
         raise ValueError(f"rows have {rows.shape[1] * rows.itemsize} bytes; {SHORTEST} are the least that is hashed so")
-    return int(_first_other(rows, sums, _SECRET, np.empty(8, np.uint64)))
+    return int(_first_other(rows, sums, SECRET, np.empty(8, np.uint64)))
 
 
 def sums_of(addresses: npt.NDArray[np.uint64], size: int) -> npt.NDArray[np.uint64]:
@@ -191,7 +210,7 @@ def sums_of(addresses: npt.NDArray[np.uint64], size: int) -> npt.NDArray[np.uint
     if size < SHORTEST:
         raise ValueError(f"parts have {size} bytes; {SHORTEST} are the least that is hashed so")
     out = np.empty(addresses.size, np.uint64)
-    _sums(np.ascontiguousarray(addresses), size, _SECRET, np.empty(8, np.uint64), out)
+    _sums(np.ascontiguousarray(addresses), size, SECRET, np.empty(8, np.uint64), out)
     return out
 
 
