@@ -27,7 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--markdown", type=Path, metavar="PATH", help="write the same figures as Markdown")
     add("--save", type=Path, metavar="PATH", help="add what is run now to a recording, to make a page of it again")
     add("--resume", action="store_true", help="with --save: run only what that recording has not, and show all of it")
-    add("--for", type=float, default=math.inf, dest="seconds", metavar="S", help="begin no run after so many seconds")
+    add("--again", action="store_true", help="with --save: run every command of that recording anew, the longest last")
+    add(
+        "--for",
+        type=float,
+        default=math.inf,
+        dest="seconds",
+        metavar="S",
+        help="begin no run after so many seconds; with --again, end it then",
+    )
     add("--bench", action="append", metavar="NAME", help="run this bench only; may be given several times, or none")
     add(
         "--trace", action="append", type=Path, metavar="FILE", help="replay this file in the bench trace; several times"
@@ -48,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     whole = True
     if args.files:
         records = read_records(args.files)
+    elif args.again:
+        records, whole = _renewed(args)
     else:
         records, whole = _collected(args)
     records = latest(records)
@@ -82,6 +92,32 @@ def _collected(args: argparse.Namespace) -> tuple[list[Record], bool]:
             with args.save.open("a") as file:
                 file.write(as_line(record) + "\n")
     return records, True
+
+
+def _renewed(args: argparse.Namespace) -> tuple[list[Record], bool]:
+    """A recording with all of its commands run anew, as far as the time goes; whether it went for all."""
+    from kvtierd.report import collect  # deferred: these load what only they want
+    from kvtierd.report.records import as_line, read_records
+
+    if args.save is None or not args.save.is_file():
+        raise CommandError(Failure.USAGE, "--again runs the commands of a recording: name it with --save")
+    records, begin_s = read_records([args.save]), time.monotonic()
+    runs, others = collect.again(records, args.directory)
+    for other in others:
+        print(f"{other}: kept as it is", file=sys.stderr)
+    done = 0
+    for record in collect.renew(runs, begin_s + args.seconds):
+        done += 1
+        _, _, load = record.machine.rpartition(", load ")
+        figures = record.failed or f"{len(record.rows)} figures"
+        at_s = time.monotonic() - begin_s
+        print(f"{record.command}: {figures}, at a load of {load} ({at_s:.0f} s since the start)", file=sys.stderr)
+        records.append(record)
+        with args.save.open("a") as file:
+            file.write(as_line(record) + "\n")
+    for run in runs[done:]:
+        print(f"{run.command}: no time was left; its figures are the earlier ones", file=sys.stderr)
+    return records, done == len(runs)
 
 
 def _wanted(args: argparse.Namespace) -> Wanted:

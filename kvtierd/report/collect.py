@@ -25,6 +25,7 @@ from kvtierd.bench.catalogue import PARTS
 from kvtierd.bench.rows import Row
 from kvtierd.report.machine import describe
 from kvtierd.report.records import Record, from_stress
+from kvtierd.stress.options import parse_tokens
 
 BENCHES = ("host", "nvme", "protocol", "index", "recovery", "space", "attend", "memory", "naive", "sweep", "start",
            "trace", "peers")  # fmt: skip
@@ -74,10 +75,10 @@ class Run:
         trace = [self.trace.name] if self.trace is not None else []
         return shlex.join(["kvtierctl", *self._words(trace)])
 
-    def __call__(self) -> Record:
-        """Run it; one that fails says why."""
+    def __call__(self, timeout_s: float = TIMEOUT_S) -> Record:
+        """Run it; one that fails says why, and one that takes longer is ended."""
         machine = describe()
-        return self._stress(machine) if self.tokens else self._bench(machine)
+        return self._stress(machine, timeout_s) if self.tokens else self._bench(machine, timeout_s)
 
     def _words(self, trace: Sequence[str]) -> list[str]:
         if self.tokens:
@@ -85,13 +86,13 @@ class Run:
         part = ["--only", self.part] if self.part else []
         return ["bench", self.name, *trace, *part, "--json", *(["--quick"] if self.quick else [])]
 
-    def _bench(self, machine: str) -> Record:
+    def _bench(self, machine: str, timeout_s: float) -> Record:
         with tempfile.TemporaryDirectory(prefix="kvtierd-report-") as folder:
             plot = Path(folder) / "plot.svg"
             words = self._words([str(self.trace)] if self.trace is not None else [])
             words += ["--plot", str(plot)] if self.name == "trace" else []
             words += ["--directory", str(self.directory)] if self.directory is not None else []
-            ended = _run(words)
+            ended = _run(words, timeout_s)
             rows = [msgspec.json.decode(line, type=Row) for line in ended.stdout.splitlines() if line.startswith("{")]
             return Record(
                 command=self.command,
@@ -102,9 +103,9 @@ class Run:
                 failed=_failure(ended) if ended.returncode else "",
             )
 
-    def _stress(self, machine: str) -> Record:
+    def _stress(self, machine: str, timeout_s: float) -> Record:
         extra = ["--nvme", str(self.directory)] if self.directory is not None else []
-        ended = _run([*self._words([]), *extra])
+        ended = _run([*self._words([]), *extra], timeout_s)
         lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
         if not lines:
             return Record(command=self.command, machine=machine, recorded=_now(), failed=_failure(ended))
@@ -120,7 +121,39 @@ def collect(wanted: Wanted, recorded: Sequence[Record] = (), end_s: float = math
             yield run() if time.monotonic() < end_s else None
 
 
-def _run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def again(records: Sequence[Record], directory: Path | None = None) -> tuple[list[Run], list[str]]:
+    """The commands of a recording, to be run anew, the longest last; and those that cannot be: traces, whose files a
+    recording does not have, and what no report runs."""
+    runs: list[Run] = []
+    others: list[str] = []
+    for command in dict.fromkeys(record.command for record in records):
+        run = _named(command, directory)
+        runs.append(run) if run is not None else others.append(command)
+    return sorted(runs, key=lambda run: parse_tokens(run.tokens) if run.tokens else 0), others
+
+
+def _named(command: str, directory: Path | None) -> Run | None:
+    """The run that a record names so."""
+    match shlex.split(command):
+        case ["kvtierctl", "stress", "--json", "--tokens", tokens, *_]:
+            run = Run(name="stress", tokens=tokens, directory=directory)
+        case ["kvtierctl", "bench", name, *words]:
+            part = words[words.index("--only") + 1] if "--only" in words else ""
+            run = Run(name=name, part=part, quick="--quick" in words, directory=directory)
+        case _:
+            return None
+    return run if run.command == command else None
+
+
+def renew(runs: Sequence[Run], end_s: float) -> Iterator[Record]:
+    """A record of each run, as long as there is time (CLOCK_MONOTONIC); one that is not over by then is ended."""
+    for run in runs:
+        if (left_s := end_s - time.monotonic()) <= 0:
+            return
+        yield run(min(TIMEOUT_S, round(left_s, 1)))
+
+
+def _run(words: Sequence[str], timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
     # The child must find this very package, also where it runs uninstalled from another folder.
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, *_program(words)]
@@ -129,10 +162,10 @@ def _run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
         # To files, so that the rows which one that takes too long has printed are not lost.
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=errors)
         try:
-            code, late = process.wait(TIMEOUT_S), ""
+            code, late = process.wait(timeout_s), ""
         except subprocess.TimeoutExpired:
             process.terminate()
-            code, late = process.wait(), f"ended after {TIMEOUT_S} s\n"
+            code, late = process.wait(), f"ended after {timeout_s:g} s\n"
         output.seek(0)
         errors.seek(0)
         return subprocess.CompletedProcess(command, code, output.read(), errors.read() + late)

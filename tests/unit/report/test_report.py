@@ -250,7 +250,7 @@ def test_what_cannot_be_written_or_run_is_one_line(recording: Path, tmp_path: Pa
 def test_what_is_run_now_is_recorded_and_makes_the_same_page_again(tmp_path: Path, monkeypatch) -> None:
     asked: list[list[str]] = []
 
-    def run(words):
+    def run(words, _timeout_s):
         asked.append(list(words))
         out = json.dumps(stress(8192)) if words[0] == "stress" else "\n".join(as_json(row) for row in ROWS[:2])
         return argparse.Namespace(stdout=out + "\n", stderr="", returncode=0)
@@ -266,7 +266,7 @@ def test_what_is_run_now_is_recorded_and_makes_the_same_page_again(tmp_path: Pat
 
 
 def test_a_bench_that_cannot_run_is_in_the_report_and_stops_no_other(tmp_path: Path, monkeypatch) -> None:
-    def run(words):
+    def run(words, _timeout_s):
         failed = words[1] == "peers"
         out = "" if failed else as_json(ROWS[0]) + "\n"
         return argparse.Namespace(stdout=out, stderr="kvtierctl bench peers: no peer\n", returncode=69 * failed)

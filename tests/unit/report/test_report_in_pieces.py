@@ -11,14 +11,14 @@ from kvtierd.bench.rows import as_json, make_row
 from kvtierd.cli import report as command
 from kvtierd.cli.errors import CommandError
 from kvtierd.report import collect
-from kvtierd.report.records import UNKNOWN, Record, latest
+from kvtierd.report.records import UNKNOWN, Record, as_line, latest
 from tests.unit.report.test_report import MACHINE, ROWS, parsed
 
 
 def test_a_run_in_pieces_goes_on_with_what_its_recording_has_not(tmp_path: Path, monkeypatch) -> None:
     asked: list[str] = []
 
-    def run(words):
+    def run(words, _timeout_s):
         asked.append(words[1])
         failed = words[1] == "host" and asked.count("host") == 1
         return argparse.Namespace(stdout=as_json(ROWS[0]) + "\n", stderr="no room\n", returncode=64 * failed)
@@ -51,7 +51,7 @@ def test_of_runs_of_a_command_the_last_with_figures_is_shown_at_the_place_of_the
 def test_each_trace_is_a_run_of_its_own_named_without_its_folder(tmp_path: Path, monkeypatch) -> None:
     asked: list[list[str]] = []
 
-    def run(words):
+    def run(words, _timeout_s):
         asked.append(list(words))
         Path(words[words.index("--plot") + 1]).write_text("<svg/>")
         return argparse.Namespace(stdout="", stderr="", returncode=0)
@@ -82,10 +82,9 @@ def test_benches_that_take_minutes_are_run_part_by_part() -> None:
 
 
 def test_a_bench_that_takes_too_long_is_ended_and_what_it_printed_is_kept(monkeypatch) -> None:
-    monkeypatch.setattr(collect, "TIMEOUT_S", 0.5)
     monkeypatch.setattr(collect.sys, "executable", "/bin/sh")
     monkeypatch.setattr(collect, "_program", lambda _words: ["-c", "echo '{}'; sleep 60"])
-    ended = collect._run(["bench", "host"])
+    ended = collect._run(["bench", "host"], 0.5)
     assert ended.returncode == -15
     assert ended.stdout == "{}\n"
     assert "ended after 0.5 s" in ended.stderr
@@ -98,3 +97,52 @@ def test_a_real_command_is_run_and_its_last_word_kept(tmp_path: Path, monkeypatc
     assert record.command == "kvtierctl bench peers --json --quick"
     assert "make bench-peers" in record.failed
     assert "load" in record.machine
+
+
+def test_a_recording_is_measured_again_the_longest_last_and_what_cannot_be_is_kept(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    commands = [
+        "kvtierctl stress --json --tokens 1M --gpu 32M --host 128M",
+        "kvtierctl bench trace a.jsonl --json",
+        "kvtierctl stress --json --tokens 128k --gpu 32M --host 128M",
+        "kvtierctl bench naive --only growth --json",
+        "kvtierctl bench host --json --quick",
+        "kvtierctl bench host --json --quick",
+        "somebody else's",
+    ]
+    saved, page = tmp_path / "saved", tmp_path / "page.html"
+    records = [Record(command=each, machine=MACHINE, rows=ROWS) for each in commands]
+    saved.write_text("".join(as_line(record) + "\n" for record in records))
+    asked: list[tuple[str, ...]] = []
+
+    def run(words, timeout_s):
+        asked.append(tuple(words))
+        assert timeout_s <= 3600
+        return argparse.Namespace(
+            stdout=as_json(ROWS[0]) + "\n", stderr="ended late\n", returncode=words[0] == "stress"
+        )
+
+    monkeypatch.setattr(collect, "_run", run)
+    words = ["--again", "--save", str(saved), "--output", str(page)]
+    monkeypatch.setattr(
+        collect, "from_stress", lambda told, machine, _: Record(command=told["command"], machine=machine)
+    )
+    assert command.run(parsed(*words)) == 0
+    assert [each[:4] for each in asked] == [
+        ("bench", "naive", "--only", "growth"),
+        ("bench", "host", "--json", "--quick"),
+        ("stress", "--json", "--tokens", "128k"),
+        ("stress", "--json", "--tokens", "1M"),
+    ]
+    assert len(saved.read_text().splitlines()) == len(commands) + 4
+    told = capsys.readouterr().err
+    assert "a.jsonl --json: kept as it is" in told
+    assert "somebody else's: kept as it is" in told
+    assert "at a load of" in told
+    asked.clear()
+    assert command.run(parsed(*words, "--for", "0")) == 75
+    assert asked == []
+    assert "no time was left" in capsys.readouterr().err
+    with pytest.raises(CommandError, match="--save"):
+        command.run(parsed("--again"))
