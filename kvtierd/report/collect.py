@@ -134,7 +134,8 @@ def again(records: Sequence[Record], directory: Path | None = None) -> tuple[lis
 
 def _named(command: str, directory: Path | None) -> Run | None:
     """The run that a record names so."""
-    match shlex.split(command):
+    # Only what this module names is run, and that is words without quotes.
+    match command.split():
         case ["kvtierctl", "stress", "--json", "--tokens", tokens, *_]:
             run = Run(name="stress", tokens=tokens, directory=directory)
         case ["kvtierctl", "bench", name, *words]:
