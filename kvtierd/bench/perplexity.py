@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as in kvtierd.connectors.demo_rig
@@ -152,6 +153,13 @@ def score(model: Any, window: Any, change: Fp8 | None = None, *, own_too: bool =
 
 def rows(progress: Progress, *, quick: bool) -> Iterator[Row]:
     """Measure; shorter and fewer windows with `quick`. Raises ModelUnavailableError where a package is missing."""
+    # In a thread of its own: Numba's pool lets parallel regions of the thread that loads it nest, and a region within
+    # each of torch's would then start and end threads for every product.
+    with ThreadPoolExecutor(1, "perplexity") as thread:
+        yield from thread.submit(lambda: list(_measure(progress, quick=quick))).result()
+
+
+def _measure(progress: Progress, *, quick: bool) -> Iterator[Row]:
     windows, tokens = (QUICK_WINDOWS, QUICK_WINDOW_TOKENS) if quick else (WINDOWS, WINDOW_TOKENS)
     folder = model_folder(progress)
     transformers_logging.disable_progress_bar()
