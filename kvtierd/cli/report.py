@@ -105,19 +105,22 @@ def _renewed(args: argparse.Namespace) -> tuple[list[Record], bool]:
     runs, others = collect.again(records, args.directory)
     for other in others:
         print(f"{other}: kept as it is", file=sys.stderr)
-    done = 0
+    done = failed = 0
     for record in collect.renew(runs, begin_s + args.seconds):
         done += 1
         _, _, load = record.machine.rpartition(", load ")
         figures = record.failed or f"{len(record.rows)} figures"
         at_s = time.monotonic() - begin_s
         print(f"{record.command}: {figures}, at a load of {load} ({at_s:.0f} s since the start)", file=sys.stderr)
+        if record.failed:
+            failed += 1  # its earlier figures stay
+            continue
         records.append(record)
         with args.save.open("a") as file:
             file.write(as_line(record) + "\n")
     for run in runs[done:]:
         print(f"{run.command}: no time was left; its figures are the earlier ones", file=sys.stderr)
-    return records, done == len(runs)
+    return records, done == len(runs) and not failed
 
 
 def _wanted(args: argparse.Namespace) -> Wanted:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 BUSY_S = 0.005
 """Between two tries where there is no room."""
-LOOK_S = 0.02
+LOOK_S = 0.05
 """Between two looks at the queue: statistics cost the daemon's loop as much as a batch, and every client asks."""
 PATIENCE_S = 120.0
 """Without a single block taken for so long, the daemon is stuck."""
@@ -42,14 +42,16 @@ def ingest(tools: Tools, command: Mapping[str, Any]) -> dict[str, float]:
     """Store blocks begin..end-1 of the context, `batch` at a time.
 
     A daemon that is handed more than its queue to the disk takes keeps the rest in host only, and may lose it: a cache
-    may. Here nothing may be lost, so a client waits while more than `queue_bytes` are on their way to the disk.
+    may. Here nothing may be lost, so a client waits while more than `queue_bytes` are on their way to the disk, and
+    looks again after `unseen` batches.
     """
-    begin, end, batch = command["begin"], command["end"], command["batch"]
+    begin, end, batch, unseen = command["begin"], command["end"], command["batch"], command["unseen"]
     keys = tools.keys[begin:end]
     begin_s, waited_s = time.perf_counter(), 0.0
     at = begin
-    for reservation in tools.client.reservations(tools.handle, keys, batch=batch):
-        waited_s += _wait_for_the_disk(tools, command["queue_bytes"])
+    for number, reservation in enumerate(tools.client.reservations(tools.handle, keys, batch=batch)):
+        if number % unseen == 0:
+            waited_s += _wait_for_the_disk(tools, command["queue_bytes"])
         names = [BlockId(0, at + i) for i in range(len(reservation.status))]
         _fill(tools, reservation, names, command["plants"])
         _again(tools, tools.keys[at : at + len(names)], names, np.flatnonzero(reservation.status == SLOT_BUSY))

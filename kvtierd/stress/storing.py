@@ -11,6 +11,9 @@ from kvtierd.protocol.messages import TIER_NVME
 from kvtierd.stress import ceilings
 from kvtierd.stress.rig import Rig
 
+UNSEEN = 4
+"""Batches that a client stores between two looks at the queue, where the queue is so long."""
+
 
 def measure_ceilings(rig: Rig) -> None:
     """Before anything is stored: copies, plain writes, and the generator in all clients at once."""
@@ -31,12 +34,15 @@ def ingest(rig: Rig) -> None:
     options, blocks = rig.options, rig.options.blocks
     rig.watch.phase("ingest", blocks)
     stats = rig.watch.ask()
-    # What each client may still put into the queue when it has looked: two batches, the one it has and the next.
     limit = min(512 * MIB, int(stats["host_capacity_bytes"]) // 2)
-    room = max(options.kv.slot_bytes, limit - 2 * options.clients * options.batch * options.kv.slot_bytes)
+    batches = options.clients * options.batch * options.kv.slot_bytes
+    unseen = max(1, min(UNSEEN, limit // (4 * batches)))
+    # What each client may still put into the queue when it has looked: what it does not look for, and the batch that
+    # it has by then.
+    room = max(options.kv.slot_bytes, limit - (unseen + 1) * batches)
     commands = [
         {"do": "ingest", "begin": begin, "end": end, "batch": options.batch, "queue_bytes": room,
-         "plants": options.plants}
+         "unseen": unseen, "plants": options.plants}
         for begin, end in rig.shares()
     ]  # fmt: skip
     begin_s = time.perf_counter()

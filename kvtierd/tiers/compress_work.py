@@ -27,7 +27,7 @@ from kvtierd.tiers.later_kernels import load
 if TYPE_CHECKING:
     from kvtierd.gpu.codec import BlockCodec
 
-PIECE_BYTES = 2 << 20
+PIECE_BYTES = 4 << 20
 """Exact bytes of one job in a thread: a millisecond, so that reads come between and a stop is quick."""
 
 AT_ONCE = 2
