@@ -146,7 +146,7 @@ def entry_of(ptx: str) -> str:
 
 def _identity(kernel: Kernel, architecture: Architecture) -> str:
     """Everything that the compiled code depends on, as a text; the bounds are not part of it."""
-    versions = [f"{name}={importlib.metadata.version(name)}" for name in COMPILERS]
+    versions = [f"{name}={_version(name)}" for name in COMPILERS]
     row = [kernel.name, kernel.signature, str(kernel.fastmath), str(kernel.launch_bounds), str(architecture)]
     module = inspect.getmodule(kernel.function)
     name = module.__name__ if module else ""
@@ -156,6 +156,14 @@ def _identity(kernel: Kernel, architecture: Architecture) -> str:
     )
     hashes = [hashlib.sha256(Path(source).read_bytes()).hexdigest() for source in sources]
     return "\n".join([*versions, *row, *hashes])
+
+
+def _version(package: str) -> str:
+    """Of an installed package; a compiler may also come from elsewhere, with a CUDA toolkit that the system has."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of the system"
 
 
 def _sources(module: str) -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +158,19 @@ def attend_rows() -> list[Row]:
     return found
 
 
+def main() -> int:
+    """Print each part's table as soon as it is there; one that fails does not take the others with it."""
+    failed = 0
+    for part in (codec_rows, attention_rows, copy_rows, attend_rows):
+        try:
+            text = as_table(part())
+        except Exception:  # noqa: BLE001 - whatever it was, the other tables are wanted
+            failed += 1
+            text = f"{part.__name__} failed:\n{traceback.format_exc()}"
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    return 1 if failed else 0
+
+
 if __name__ == "__main__":
-    rows = [*codec_rows(), *attention_rows(), *attend_rows(), *copy_rows()]
-    sys.stdout.write(as_table(rows) + "\n")
+    sys.exit(main())

@@ -32,9 +32,9 @@ def eager(request):
 class Placed:
     """A sequence's blocks on a device: block i in the pool ("gpu"), in registered host memory, or in other."""
 
-    def __init__(self, device, kv, places):
-        self.host = np.frombuffer(mmap.mmap(-1, POOL), np.uint8)
-        self.other = np.frombuffer(mmap.mmap(-1, POOL), np.uint8)
+    def __init__(self, device, kv, places, capacity=POOL):
+        self.host = np.frombuffer(mmap.mmap(-1, capacity), np.uint8)
+        self.other = np.frombuffer(mmap.mmap(-1, capacity), np.uint8)
         for _ in device.register_pieces(self.host):
             pass
         addresses, scales, begin = [], [], {"gpu": device.pointer, "host": self.host.ctypes.data, "other": 0}
@@ -58,13 +58,16 @@ def shape(**fields):
     return Geometry(**{"block_size": 8, "layers": 1, "kv_heads": 1, "k_dim": 64, "v_dim": 64, **fields})
 
 
-def compare(device, geometry, length, heads, places, *, dtypes=("bf16",), queries=1, pieces=False, **options):
+def compare(
+    device, geometry, length, heads, places, *,
+    dtypes=("bf16",), queries=1, pieces=False, rng=None, v_dim=0, capacity=POOL, **options,
+):  # fmt: skip
     """Compute in one go or in pieces, against the oracle; returns the attention that computed."""
-    rng = np.random.default_rng(length * 10 + heads)
-    kv = make_kv(rng, geometry, length, dtypes)
-    placed = Placed(device, kv, [places[i % len(places)] for i in range(len(kv.memory))])
+    rng = rng or np.random.default_rng(length * 10 + heads)
+    kv = make_kv(rng, geometry, length, dtypes, v_dim=v_dim)
+    placed = Placed(device, kv, [places[i % len(places)] for i in range(len(kv.memory))], capacity)
     q = rng.standard_normal((queries, heads, geometry.k_dim)).astype(np.float32)
-    query = checked_query(q, geometry, layer=0, length=length, available=length, **options)
+    query = checked_query(q, geometry, layer=0, length=length, available=length, v_dim=v_dim, **options)
     attention = device.attention(HostAttention(1))
     partial = attention.begin(query)
     bounds = attention.pieces(query, placed.blocks) if pieces else [(0, len(placed.blocks))]
