@@ -139,7 +139,7 @@ $(MOONCAKE):
 bench-peers: $(DEV) $(LMCACHE) $(MOONCAKE) ## The same stores and loads by other systems, in environments of their own
 	@$(BIN)/kvtierctl bench peers $(filter-out all,$(BENCH_ARGS))
 
-# What a quiet machine does in 12 minutes: the longest runs are last, and none begins that would not end.
+# Ends within 12 minutes: the longest runs are last, and one that takes longer leaves its earlier figures.
 bench-record: $(DEV) ## Measure all that docs/benchmarks.jsonl has again, and write BENCHMARKS.md
 	@$(BIN)/kvtierctl report --again --save docs/benchmarks.jsonl --for $(or $(RECORD_S),700) \
 		--markdown BENCHMARKS.md --output $(or $(TMPDIR),/tmp)/kvtierd-report.html

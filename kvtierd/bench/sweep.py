@@ -10,6 +10,8 @@ every block size and window, with the profile's other settings, in daemons of it
 * compute-rich: as ultra-long, with work after each block for as long as a cold read of it takes.
 
 A row for each pair is a figure to know; the profile's own pair stands beside the default settings under the same load.
+The windows of these two come first, and no other is begun after a profile has taken PROFILE_S (QUICK_S with `quick`):
+how many of the pairs that were asked for it got to is told.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ BLOCK_SIZES, WINDOWS = (64, 128, 256, 512), (0, 1, 3, 5)
 DEFAULT = (128, 3)
 LONG_TOKENS = 16_384
 SHARED_TOKENS, PROMPTS = 256, 64
+PROFILE_S, QUICK_S = 90.0, 20.0
+"""Seconds after which a profile begins no further window: all four end within some six minutes, or one and a half."""
 Figure = Callable[[], float]
 """Tokens a second of one pass."""
 
@@ -130,16 +134,27 @@ def rows(options: Options) -> Iterator[Row]:
     for name, profile in PROFILES.items():
         if not options.wants(name):
             continue
-        figures = _swept(profile, options)
+        pairs = _pairs(profile, options)
+        figures = _swept(profile, pairs, options)
         yield from _rows(name, profile, figures)
+        swept = len(figures.keys() & pairs)
+        yield make_row("sweep", f"{name}: of {len(pairs)} pairs measured", swept, "")
 
 
-def _swept(profile: Profile, options: Options) -> dict[tuple[int, int], float]:
-    pairs = [(size, window) for size in BLOCK_SIZES for window in WINDOWS]
+def _pairs(profile: Profile, options: Options) -> list[tuple[int, int]]:
     if options.quick:
-        pairs = sorted({(64, 0), (512, 5), DEFAULT, (profile.block_size, profile.window)})
+        return sorted({(64, 0), (512, 5), DEFAULT, (profile.block_size, profile.window)})
+    return [(size, window) for size in BLOCK_SIZES for window in WINDOWS]
+
+
+def _swept(profile: Profile, pairs: list[tuple[int, int]], options: Options) -> dict[tuple[int, int], float]:
+    """Figures by pair, as far as the time goes."""
     figures: dict[tuple[int, int], float] = {}
-    for window in sorted({window for _, window in pairs}):
+    end_s = time.monotonic() + (QUICK_S if options.quick else PROFILE_S)
+    first = (profile.window, DEFAULT[1])
+    for window in sorted({window for _, window in pairs}, key=lambda each: (each not in first, each)):
+        if window not in first and time.monotonic() > end_s:
+            break
         sizes = [size for size, each in pairs if each == window]
         with _daemon(options, kv_cache_config__prefetch_window=window, **profile.settings) as client:
             loads = [profile.load(client, size) for size in sizes]

@@ -45,7 +45,8 @@ def _scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_scripted")
 def test_every_pair_is_a_row_and_the_profile_stands_beside_the_default() -> None:
     rows = list(sweep.rows(Options()))
-    assert len(rows) == 2 * (16 + 1)
+    assert len(rows) == 2 * (16 + 1 + 1)
+    assert [row.value for row in rows if row.metric.endswith("of 16 pairs measured")] == [16, 16]
     own = [row for row in rows if row.metric.endswith("its own settings")]
     assert own[0].ratio == pytest.approx(5123 / 1283)
     assert "best were blocks of 512, window 5" in own[0].reference_name
@@ -84,3 +85,12 @@ def test_a_part_alone_has_its_rows_only() -> None:
     rows = list(sweep.rows(Options(only=("lossy",))))
     assert len(rows) == 16 + 1
     assert all(row.metric.startswith("lossy: ") for row in rows)
+
+
+@pytest.mark.usefixtures("_scripted")
+def test_a_profile_out_of_time_has_its_own_pair_and_the_default_one_and_says_so(monkeypatch) -> None:
+    monkeypatch.setattr(sweep, "PROFILE_S", -1.0)
+    rows = list(sweep.rows(Options()))
+    own = [row for row in rows if row.metric.endswith("its own settings")]
+    assert own[0].ratio == pytest.approx(5123 / 1283)
+    assert [row.value for row in rows if row.metric.endswith("of 16 pairs measured")] == [4, 4]
