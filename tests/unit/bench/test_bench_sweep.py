@@ -83,7 +83,7 @@ def test_the_parts_that_can_be_run_alone_are_the_profiles() -> None:
 @pytest.mark.usefixtures("_scripted")
 def test_a_part_alone_has_its_rows_only() -> None:
     rows = list(sweep.rows(Options(only=("lossy",))))
-    assert len(rows) == 16 + 1
+    assert len(rows) == 16 + 1 + 1
     assert all(row.metric.startswith("lossy: ") for row in rows)
 
 
