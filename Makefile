@@ -141,7 +141,8 @@ bench-peers: $(DEV) $(LMCACHE) $(MOONCAKE) ## The same stores and loads by other
 
 # Ends within 12 minutes: the longest runs are last, and one that takes longer leaves its earlier figures.
 bench-record: $(DEV) ## Measure all that docs/benchmarks.jsonl has again, and write BENCHMARKS.md
-	@$(BIN)/kvtierctl report --again --save docs/benchmarks.jsonl --for $(or $(RECORD_S),700) \
+	@$(BIN)/kvtierctl report --again --bench sweep --quick --save docs/benchmarks.jsonl \
+		--for $(or $(RECORD_S),700) \
 		--markdown BENCHMARKS.md --output $(or $(TMPDIR),/tmp)/kvtierd-report.html
 
 clean: ## Remove what builds and tests leave

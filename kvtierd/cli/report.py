@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import sys
 import time
@@ -27,7 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--markdown", type=Path, metavar="PATH", help="write the same figures as Markdown")
     add("--save", type=Path, metavar="PATH", help="add what is run now to a recording, to make a page of it again")
     add("--resume", action="store_true", help="with --save: run only what that recording has not, and show all of it")
-    add("--again", action="store_true", help="with --save: run every command of that recording anew, the longest last")
+    add(
+        "--again",
+        action="store_true",
+        help="with --save: run all of that recording anew, the longest last; --bench adds to it",
+    )
     add(
         "--for",
         type=float,
@@ -102,7 +107,8 @@ def _renewed(args: argparse.Namespace) -> tuple[list[Record], bool]:
     if args.save is None or not args.save.is_file():
         raise CommandError(Failure.USAGE, "--again runs the commands of a recording: name it with --save")
     records, begin_s = read_records([args.save]), time.monotonic()
-    runs, others = collect.again(records, args.directory)
+    more = dataclasses.replace(_wanted(args), benches=args.bench or (), contexts=()).runs()
+    runs, others = collect.again(records, more, args.directory)
     for other in others:
         print(f"{other}: kept as it is", file=sys.stderr)
     done = failed = 0

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -123,14 +123,18 @@ def collect(wanted: Wanted, recorded: Sequence[Record] = (), end_s: float = math
             yield run() if time.monotonic() < end_s else None
 
 
-def again(records: Sequence[Record], directory: Path | None = None) -> tuple[list[Run], list[str]]:
-    """The commands of a recording, to be run anew, the longest last; and those that cannot be: traces, whose files a
-    recording does not have, and what no report runs."""
+def again(
+    records: Sequence[Record], more: Iterable[Run] = (), directory: Path | None = None
+) -> tuple[list[Run], list[str]]:
+    """The commands of a recording and `more`, to be run anew, the longest last; and those that cannot be: traces, whose
+    files a recording does not have, and what no report runs."""
     runs: list[Run] = []
     others: list[str] = []
     for command in dict.fromkeys(record.command for record in records):
         run = _named(command, directory)
         runs.append(run) if run is not None else others.append(command)
+    known = {run.command for run in runs}
+    runs += [run for run in more if run.command not in known]
     return sorted(runs, key=lambda run: parse_tokens(run.tokens) if run.tokens else 0), others
 
 

@@ -128,14 +128,15 @@ def test_a_recording_is_measured_again_the_longest_last_and_what_cannot_be_is_ke
     monkeypatch.setattr(
         collect, "from_stress", lambda told, machine, _: Record(command=told["command"], machine=machine)
     )
-    assert command.run(parsed(*words)) == 0
+    assert command.run(parsed(*words, "--quick", "--bench", "host", "--bench", "space")) == 0
     assert [each[:4] for each in asked] == [
         ("bench", "naive", "--only", "growth"),
         ("bench", "host", "--json", "--quick"),
+        ("bench", "space", "--json", "--quick"),
         ("stress", "--json", "--tokens", "128k"),
         ("stress", "--json", "--tokens", "1M"),
     ]
-    assert len(saved.read_text().splitlines()) == len(commands) + 4
+    assert len(saved.read_text().splitlines()) == len(commands) + 5
     told = capsys.readouterr().err
     assert "a.jsonl --json: kept as it is" in told
     assert "somebody else's: kept as it is" in told
