@@ -3,7 +3,8 @@
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvtierdConnector",
         "kv_connector_module_path": "kvtierd.connectors.vllm", "kv_role": "kv_both"}'
 
-Lookups, loads and saves run beside the engine's steps and never delay one. Blocks that cannot be loaded are computed.
+Loads and saves run beside the engine's steps and never delay one; a lookup may for 3 ms. Blocks that cannot be loaded
+are computed.
 The daemon is never a condition: without it every prompt is computed, and when it comes back it is used again.
 """
 
@@ -38,7 +39,7 @@ __all__ = ["KvtierdConnector"]
 
 _log = logging.getLogger("vllm.kvtierd")
 
-IDLE_WAIT_S = 0.002
+IDLE_WAIT_S = 0.005
 """A step that computes nothing, since all requests wait for copies, ends when the first copy does, or after that time.
 vLLM would make such steps without a pause, and take the CPU and Python's lock from the threads that copy."""
 

@@ -52,6 +52,11 @@ class DevicePages:
                 break
         return done
 
+    def close(self) -> None:
+        """As `Pages.close`."""
+        for lane in (self._in, self._out):
+            lane.staged.close()
+
 
 class _Lane:
     """Memory for some pages of all layers, here and on the device, and a stream to move them on; for one thread."""

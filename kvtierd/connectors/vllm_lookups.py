@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from typing import Any
 
 from kvtierd.connectors.vllm_keys import Feature, RequestKeys
@@ -17,6 +18,10 @@ from kvtierd.protocol.messages import TIER_GPU, TIER_HOST
 from kvtierd.protocol.results import Hit, NamespaceHandle
 
 _log = logging.getLogger("vllm.kvtierd")
+
+AWAIT_S = 0.003
+"""How long after its question a lookup may be awaited by the engine's scheduler. An answer takes one or two
+milliseconds and comes while the scheduler is at work; a request without one waits for a whole step more."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,9 +47,17 @@ class Found:
 class Lookup:
     """A lookup under way. Past its deadline it counts as a miss; what it finds afterwards still says where to save."""
 
-    def __init__(self, future: Future[Found | None], deadline_s: float) -> None:
+    def __init__(self, future: Future[Found | None], deadline_s: float, begun_s: float) -> None:
         self._future = future
         self._deadline_s = deadline_s
+        self._await_until_s = min(begun_s + AWAIT_S, deadline_s)
+
+    def wait(self) -> None:
+        """Wait for the answer, though not beyond AWAIT_S after the question: requests that came together are awaited
+        together, and one that is asked about again later is not awaited any more."""
+        left_s = self._await_until_s - time.monotonic()
+        if left_s > 0:
+            wait_for_futures((self._future,), left_s)
 
     @property
     def pending(self) -> bool:
@@ -69,8 +82,9 @@ class Lookups:
 
     def begin(self, question: Question) -> Lookup:
         """Start a lookup; does not wait."""
-        deadline_s = time.monotonic() + self._timeout_s
-        return Lookup(self._pool.submit(self._answer, question, deadline_s), deadline_s)
+        begun_s = time.monotonic()
+        deadline_s = begun_s + self._timeout_s
+        return Lookup(self._pool.submit(self._answer, question, deadline_s), deadline_s, begun_s)
 
     def introduce(self, facts: ModelFacts) -> None:
         """Register a model's namespaces, so that the first lookup need not."""

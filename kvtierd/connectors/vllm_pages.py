@@ -14,6 +14,7 @@ import xxhash
 
 from kvtierd.core.checksum import PIECE_BYTES, Bytes, Sums
 from kvtierd.core.geometry import Geometry
+from kvtierd.protocol.copying import Copier, default_threads
 
 
 class Pages(Protocol):
@@ -30,6 +31,9 @@ class Pages(Protocol):
     def load(self, pages: Sequence[int], slots: Sequence[Bytes], sums: Sums, fence: Any) -> int:
         """Copy slots into pages of all layers; how many leading ones match their sums. Pages behind these hold bytes
         of no use."""
+
+    def close(self) -> None:
+        """End copying threads; no load is under way, and none follows."""
 
 
 class EnginePages:
@@ -51,6 +55,8 @@ class EnginePages:
         self._geometry = geometry
         self.layers = list(layers)
         self._joined = _joined(self.layers)
+        # A request waits for its load, and nobody for a save: that leaves the other cores to the engine.
+        self._loader = Copier(default_threads())
         self._group = max(1, PIECE_BYTES // geometry.layer_bytes)
 
     def fence(self) -> None:
@@ -63,10 +69,17 @@ class EnginePages:
 
     def load(self, pages: Sequence[int], slots: Sequence[Bytes], sums: Sums, fence: Any = None) -> int:  # noqa: ARG002
         """As `Pages.load`."""
-        for i, (page, slot, row) in enumerate(zip(pages, slots, sums, strict=True)):
-            if not self._load(page, slot, row):
-                return i
-        return len(pages)
+        whole = np.zeros(len(pages), np.bool_)
+
+        def load(i: int) -> None:
+            whole[i] = self._load(pages[i], slots[i], sums[i])
+
+        self._loader.spread(load, len(pages), self._geometry)
+        return int(np.argmin(np.append(whole, False)))
+
+    def close(self) -> None:
+        """End the copying threads."""
+        self._loader.close()
 
     def _store(self, page: int, slot: Bytes, sums: Sums) -> None:
         rows = self._rows(slot)

@@ -1,6 +1,7 @@
 """The scheduler's side of the vLLM connector: what to look up, to load and to save, request by request.
 
-It never waits: lookups run in a thread, and everything else is told to the workers with the engine's next step.
+Lookups run in a thread, and are awaited for a few milliseconds at most; everything else is told to the workers with the
+engine's next step.
 """
 
 from __future__ import annotations
@@ -60,11 +61,12 @@ class SchedulerSide:
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens behind the first `computed` ones can be loaded, and that this happens between steps.
 
-        (None, False) while the lookup is under way; the engine asks again.
+        Waits a moment for an answer that is about to come; (None, False) where it does not: the engine asks again.
         """
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not tracked.may_load or request.skip_reading_prefix_cache:
             return 0, False
+        tracked.lookup.wait()
         if tracked.lookup.pending:
             return None, False
         found = self._found(tracked)

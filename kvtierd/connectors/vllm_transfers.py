@@ -50,6 +50,10 @@ class Transfers:
         """See `Pages.fence`."""
         return self._pages.fence()
 
+    def close(self) -> None:
+        """End copying threads, once no load is under way."""
+        self._pages.close()
+
     def load(self, transfer: Transfer, fence: Any = None) -> int:
         """Copy blocks into their pages; how many leading ones arrived whole. Raises KvtierdError."""
         handle, keys = self._handle(transfer), transfer.keys[self._shape.position]

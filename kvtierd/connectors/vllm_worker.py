@@ -117,6 +117,7 @@ class WorkerSide:
                     save.cancelled = True
         self._loader.shutdown(cancel_futures=True)
         self._saver.shutdown(cancel_futures=True)
+        self._transfers.close()
 
     def _run_load(self, transfer: Transfer, fence: Any) -> None:
         count = self._guarded("load", lambda: self._transfers.load(transfer, fence), 0)

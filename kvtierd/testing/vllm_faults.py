@@ -40,6 +40,9 @@ class _Poisoned:
             self._pages.load([page], [wrong], np.array([layer_sums(wrong, self._geometry)]), fence)
         return self._pages.load(pages[:2], slots[:2], sums[:2], fence)
 
+    def close(self) -> None:
+        self._pages.close()
+
 
 class FaultyTransfers(Transfers):
     """Loads that fail on demand."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 
@@ -42,7 +44,8 @@ def test_a_page_goes_out_and_comes_back(shape, make):
     for slot, row in zip(slots, sums, strict=True):
         assert (row == layer_sums(slot, shape)).all()
         assert not slot.reshape(shape.layers, shape.layer_stride)[:, shape.layer_bytes :].any()
-    assert EnginePages(shape, target).load([2, 5], slots, sums) == 2
+    with closing(EnginePages(shape, target)) as pages:
+        assert pages.load([2, 5], slots, sums) == 2
     for there, here, old in zip(source, target, before, strict=True):
         assert (here[[2, 5]] == there[[4, 1]]).all()
         assert (np.delete(here, [2, 5], 0) == np.delete(old, [2, 5], 0)).all()
@@ -55,7 +58,8 @@ def test_case_03_a_damaged_slot_is_noticed(shape, layer):
     slots, sums = np.zeros((3, shape.slot_bytes), np.uint8), np.zeros((3, shape.layers), np.uint64)
     pages.store([0, 1, 2], slots, sums)
     slots[1, layer * shape.layer_stride + shape.layer_bytes - 1] ^= 1
-    assert pages.load([3, 4, 5], slots, sums) == 1
+    with closing(pages):
+        assert pages.load([3, 4, 5], slots, sums) == 1
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,16 @@ class Asked:
         self.question = question
         self.pending = True
         self.answer = None
+        self.about_to_come = None
 
     def reply(self, blocks):
         keys = RequestKeys([DIGEST], 4)
         keys.grow(self.question.tokens, self.question.blocks)
         self.pending, self.answer = False, Found(self.question.facts(), keys, blocks)
+
+    def wait(self):
+        if self.about_to_come is not None:
+            self.reply(self.about_to_come)
 
     def found(self):
         return self.answer
@@ -76,6 +81,13 @@ def test_the_engine_is_told_to_ask_again_until_there_is_an_answer(side, lookups)
     side.add(request)
     assert side.matched(request, 0) == (None, False)
     lookups.asked[0].reply(3)
+    assert side.matched(request, 0) == (12, True)
+
+
+def test_an_answer_that_is_about_to_come_costs_no_step(side, lookups):
+    request = FakeRequest("r", list(range(18)))
+    side.add(request)
+    lookups.asked[0].about_to_come = 3
     assert side.matched(request, 0) == (12, True)
 
 

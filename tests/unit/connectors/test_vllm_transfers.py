@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -189,9 +190,18 @@ def test_a_lookup_that_raises_costs_its_request_the_cache_and_nothing_else(clien
 
 def test_a_lookup_is_pending_no_longer_than_its_deadline():
     never_done: Future = Future()
-    assert Lookup(never_done, float("inf")).pending
-    assert not Lookup(never_done, 0.0).pending
-    assert Lookup(never_done, 0.0).found() is None
+    assert Lookup(never_done, float("inf"), 0.0).pending
+    assert not Lookup(never_done, 0.0, 0.0).pending
+    assert Lookup(never_done, 0.0, 0.0).found() is None
+
+
+def test_a_lookup_is_awaited_for_a_moment_and_not_longer():
+    never_done: Future = Future()
+    lookup = Lookup(never_done, float("inf"), time.monotonic())
+    lookup.wait()
+    lookup.wait()
+    assert lookup.pending
+    assert not never_done.cancelled()
 
 
 class SlowTransfers:
@@ -203,6 +213,9 @@ class SlowTransfers:
 
     def fence(self):
         return None
+
+    def close(self):
+        pass
 
     def load(self, _transfer, _fence):
         assert self.gate.wait(60)
