@@ -4,7 +4,8 @@ A layer has one or two parts (K, V). A part is `groups` groups (heads) of `runs`
 each; strides are in elements. With layout nhd a run is one token's vector, with hnd a group is one run. Elements are
 given as unsigned integers of their size, codes have the strides of the elements. Kernels run on one thread without the
 GIL: whoever calls them shares out the layers. `kvtierd.core.stored_form` defines rotation, scales and errors. Keys of a
-layer are rotated into memory that the second-level cache holds, and encoded from there.
+layer are rotated into memory that the second-level cache holds, and encoded from there; where the processor rounds to
+bf16 by itself, their largest magnitudes are found on the way (`_rotate_quickly`).
 
 A part is read twice, first for the largest magnitudes; the second time it lies in the processor's cache. Both times in
 the order of memory, run by run of all groups: head by head, the processor's prefetching would see only short pieces.
@@ -49,6 +50,7 @@ from kvtierd.gpu.host_kernels.e4m3 import (
     widen,
 )
 from kvtierd.gpu.host_kernels.rotation import rotate_bf16, rotate_fp16, rotate_fp32
+from kvtierd.gpu.host_kernels.rotation_quick import QUICK, QUICK_LANES, rotate_columns
 from kvtierd.index.jit import Word, compiled, helper
 
 CHOOSE = -1000
@@ -67,6 +69,8 @@ _SQUARES_FROM, _SQUARES_TO = np.float32(2.0**-40), np.float32(2.0**40)
 _AHEAD_BYTES = 384 << 10
 """A part of up to this size leaves room in the second-level cache (1 MiB and more) for the next one."""
 _LINE_BYTES = 64
+_CERTAIN = np.float32(2.0**-60)
+"""With a largest error (over a largest magnitude of 2^-40 and more) from here on denormals are of no account."""
 
 
 @helper
@@ -106,6 +110,12 @@ def _find_largest(kind, source, groups, runs, length, group_stride, run_stride, 
                 rest = _whole(at, at + length, 2 * LANES)
             for i in range(rest, at + length):
                 largest[group] = max(largest[group], np.uint32(source[i]) & mask)
+
+
+@helper
+def _largest_of_lanes(kind, groups, lanes, largest):  # type: ignore[no-untyped-def]
+    """The largest magnitude of each group, with what the lanes have found."""
+    mask, _ = _masks(kind)
     for group in range(groups):
         for lane in range(LARGEST, LARGEST + LANES):
             bits = lanes[group, lane]
@@ -221,15 +231,22 @@ def _encode(  # type: ignore[no-untyped-def]
     given,
     ahead,
     past,
+    lanes,
+    searched,
 ):
+    """Encode a part; the lanes hold the largest magnitudes where they are `searched`, and else zeros.
+
+    Returns whether it is certain that denormals among the elements, had they been zeros, would have changed no byte.
+    """
     _, infinity = _masks(kind)
-    lanes = _lines(groups)
     largest = np.zeros(groups, np.uint32)
     factors = np.empty(groups, np.float32)
     ways, has_infinity = np.zeros(groups, np.uint8), np.zeros(groups, np.bool_)
     lines = codes.ctypes.data % _LINE_BYTES + length % _LINE_BYTES + group_stride % _LINE_BYTES
     stream = past and lines + run_stride % _LINE_BYTES == 0
-    _find_largest(kind, source, groups, runs, length, group_stride, run_stride, lanes, largest)
+    if not searched:
+        _find_largest(kind, source, groups, runs, length, group_stride, run_stride, lanes, largest)
+    _largest_of_lanes(kind, groups, lanes, largest)
     for group in range(groups):
         finite = largest[group] < infinity
         if not finite:
@@ -253,10 +270,13 @@ def _encode(  # type: ignore[no-untyped-def]
                 at = _whole(at, end, LANES)
             if at < end:
                 _encode_slowly(kind, source, codes, at, end, factors[group], lanes, group)
+    certain = True
     for group in range(groups):
         unit = np.float32(1) if ways[group] == _UNSCALED else factors[group]
         errors = _relative(lanes, group, ways[group], widen(kind, largest[group]) * unit, has_infinity[group])
         relative_l2[group], largest_error[group] = errors
+        certain = certain and ways[group] == _UNSCALED and errors[1] >= _CERTAIN
+    return certain
 
 
 @helper
@@ -271,6 +291,21 @@ def _rotate(kind: Word, source: Word, first: Word, keys: Word, part: Word) -> No
 
 
 @helper
+def _rotate_quickly(source, first, keys, part, lanes):  # type: ignore[no-untyped-def]
+    """Keys of bf16 to rotated ones whose denormals are zeros, and the largest magnitudes of the groups into the lanes.
+
+    What comes of NaN and Inf is of use only for knowing that they are there.
+    """
+    step = part.dim // part.rotation
+    for run in range(part.runs):
+        for group in range(part.groups):
+            begin = group * part.group_stride + run * part.run_stride
+            for vector in range(begin, begin + part.length, part.dim):
+                for at in range(vector, vector + step, QUICK_LANES):
+                    rotate_columns(source, first + at, keys, at, step, _row(lanes, group))
+
+
+@helper
 def _words(count):  # type: ignore[no-untyped-def]
     """Room for bf16, uint16 [count], whose vectors are whole cache lines."""
     memory = np.empty(count + _LINE_BYTES // 2, np.uint16)
@@ -281,6 +316,7 @@ def _words(count):  # type: ignore[no-untyped-def]
 @helper
 def _encode_layers(kind, source, target, floats, first, end, form, k, v, given, past):  # type: ignore[no-untyped-def]
     keys = _words(k.count if k.rotation > 1 else 0)
+    lanes = _lines(max(k.groups, v.groups))
     for layer in range(first, end):
         begin, code_begin = layer * form.element_stride, layer * form.code_stride
         scales = code_begin // 4 + form.scales
@@ -291,19 +327,30 @@ def _encode_layers(kind, source, target, floats, first, end, form, k, v, given, 
             here = begin + part.begin
             near = after - here if part.count * source.itemsize <= _AHEAD_BYTES else 0
             columns = scales + part.first_group
+            lanes[:] = 0
             if part.rotation > 1:
-                _rotate(kind, source, here, keys, part)
                 ahead = (source.ctypes.data - keys.ctypes.data) // 2 + after if kind == BF16 and near > 0 else 0
-                _encode(
-                    BF16,
-                    keys,
-                    target[code_begin + part.begin : code_begin + part.begin + part.count],
-                    floats[columns : columns + part.groups],
-                    floats[columns + form.groups : columns + form.groups + part.groups],
-                    floats[columns + 2 * form.groups : columns + 2 * form.groups + part.groups],
-                    part.groups, part.runs, part.length, part.group_stride, part.run_stride, given, ahead,
-                    past,
-                )  # fmt: skip
+                quick = QUICK and kind == BF16 and part.dim % (16 * QUICK_LANES) == 0 and given == CHOOSE
+                certain = False
+                while not certain:
+                    if kind == BF16 and quick:
+                        _rotate_quickly(source, here, keys, part, lanes)
+                    else:
+                        _rotate(kind, source, here, keys, part)
+                    certain = _encode(
+                        BF16,
+                        keys,
+                        target[code_begin + part.begin : code_begin + part.begin + part.count],
+                        floats[columns : columns + part.groups],
+                        floats[columns + form.groups : columns + form.groups + part.groups],
+                        floats[columns + 2 * form.groups : columns + 2 * form.groups + part.groups],
+                        part.groups, part.runs, part.length, part.group_stride, part.run_stride, given, ahead,
+                        past, lanes, quick,
+                    )  # fmt: skip
+                    # Once more, and exactly, where there are NaN and Inf, or where a denormal may count.
+                    certain = certain or not quick
+                    quick = False
+                    lanes[:] = 0
             elif part.count > 0:
                 _encode(
                     kind,
@@ -313,7 +360,7 @@ def _encode_layers(kind, source, target, floats, first, end, form, k, v, given, 
                     floats[columns + form.groups : columns + form.groups + part.groups],
                     floats[columns + 2 * form.groups : columns + 2 * form.groups + part.groups],
                     part.groups, part.runs, part.length, part.group_stride, part.run_stride, given, near,
-                    past,
+                    past, lanes, False,  # noqa: FBT003 - compiled code knows no keywords here
                 )  # fmt: skip
 
 

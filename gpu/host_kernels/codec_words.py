@@ -47,17 +47,17 @@ DOT_PRODUCTS = bool(llvm.get_host_cpu_features().get("avx512bf16", False))
 """Whether it adds up products of pairs of bf16 (vdpbf16ps)."""
 
 
-class _BFloat(ir.Type):  # type: ignore[misc]
+class BFloat(ir.Type):  # type: ignore[misc]
     """LLVM's name for bf16, which llvmlite has not."""
 
     def __str__(self) -> str:
         return "bfloat"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
+        return isinstance(other, BFloat)
 
     def __hash__(self) -> int:
-        return hash(_BFloat)
+        return hash(BFloat)
 
 
 def _errors_by_low_bits() -> npt.NDArray[np.uint16]:
@@ -192,7 +192,7 @@ class _Sums:
 def _squares(builder: Any, words: Any, total: Any) -> Any:
     """Add the squares of 32 bf16 to 16 sums."""
     if DOT_PRODUCTS:
-        numbers = ir.VectorType(_BFloat(), 2 * LANES)
+        numbers = ir.VectorType(BFloat(), 2 * LANES)
         dot = function(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [FLOATS, numbers, numbers])
         values = builder.bitcast(words, numbers)
         return builder.call(dot, [total, values, values])

@@ -19,6 +19,8 @@ SHAPES = {
     "plain": {"block_size": 16, "layers": 3, "kv_heads": 2, "k_dim": 64, "v_dim": 64},
     "tails": {"block_size": 5, "layers": 2, "kv_heads": 3, "k_dim": 80, "v_dim": 33},
     "wide K": {"block_size": 4, "layers": 1, "kv_heads": 2, "k_dim": 192, "v_dim": 128},
+    "rows of eight": {"block_size": 3, "layers": 2, "kv_heads": 2, "k_dim": 128, "v_dim": 64},
+    "rows of sixteen": {"block_size": 2, "layers": 1, "kv_heads": 2, "k_dim": 256, "v_dim": 40},
     "latent": {"block_size": 7, "layers": 2, "kv_heads": 1, "k_dim": 576, "v_dim": 0},
     "tiny": {"block_size": 1, "layers": 1, "kv_heads": 1, "k_dim": 1, "v_dim": 2},
 }
@@ -92,6 +94,24 @@ def assert_agrees_with_the_oracle(block: Bytes, geometry: Geometry) -> None:
 def test_case_25_every_dtype_layout_and_shape_agrees_with_the_definition(shape: str, dtype: str, layout: str) -> None:
     geometry = Geometry(**SHAPES[shape], dtype=dtype, layout=layout)
     assert_agrees_with_the_oracle(random_block(geometry, 7), geometry)
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+@pytest.mark.parametrize("special", [0x0001, 0x8001, 0x0030, 0x0080, 0x7F80, 0xFFC0, 0x7F7F, 0x0000])
+def test_keys_of_bf16_give_the_bytes_that_the_same_keys_give_as_fp32(special: int, layout: str) -> None:
+    """Which are rotated and rounded exactly; denormals, NaN, Inf and overflow beside exact numbers, and a zero head."""
+    shape = Geometry(block_size=3, layers=1, kv_heads=3, k_dim=128, v_dim=8, layout=layout)
+    wide = Geometry(block_size=3, layers=1, kv_heads=3, k_dim=128, v_dim=8, layout=layout, dtype="fp32")
+    heads = np.zeros((3, 3, 128), np.uint16)  # head, token, channel
+    heads[0, :, 5] = 0x3F80  # 1: as rotated keys, numbers of e4m3
+    heads[1] = _raw(np.random.default_rng(8).standard_normal(384), "bf16").view(np.uint16).reshape(3, 128)
+    heads[0, 1, ::16] = special  # columns apart from channel 5, so that nothing absorbs it
+    heads[1, 2, 7] = special
+    keys = (heads if layout == "hnd" else heads.swapaxes(0, 1)).reshape(-1)
+    block, wide_block = np.zeros(shape.slot_bytes, np.uint8), np.zeros(wide.slot_bytes, np.uint8)
+    block.view(np.uint16)[: keys.size] = keys
+    wide_block.view(np.uint32)[: keys.size] = keys.astype(np.uint32) << 16
+    assert np.array_equal(encode(block, shape)[1], encode(wide_block, wide)[1])
 
 
 def aligned(count: int, beyond: int) -> Bytes:
