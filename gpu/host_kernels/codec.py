@@ -5,7 +5,7 @@ each; strides are in elements. With layout nhd a run is one token's vector, with
 given as unsigned integers of their size, codes have the strides of the elements. Kernels run on one thread without the
 GIL: whoever calls them shares out the layers. `kvtierd.core.stored_form` defines rotation, scales and errors. Keys of a
 layer are rotated into memory that the second-level cache holds, and encoded from there; where the processor rounds to
-bf16 by itself, their largest magnitudes are found on the way (`_rotate_quickly`).
+bf16 by itself, their largest magnitudes are found on the way (`rotate_quickly`).
 
 A part is read twice, first for the largest magnitudes; the second time it lies in the processor's cache. Both times in
 the order of memory, run by run of all groups: head by head, the processor's prefetching would see only short pieces.
@@ -20,8 +20,8 @@ import numpy as np
 from numba import types
 
 from kvtierd.gpu.host_kernels.codec_form import F4, FORM, LAYERS, PART, U1, U2, U4
+from kvtierd.gpu.host_kernels.codec_keys import lane_memory, rotate, rotate_quickly, row_of, words
 from kvtierd.gpu.host_kernels.codec_vectors import (
-    LANE_WORDS,
     LANES,
     LARGEST,
     LOST,
@@ -49,8 +49,7 @@ from kvtierd.gpu.host_kernels.e4m3 import (
     sum_of,
     widen,
 )
-from kvtierd.gpu.host_kernels.rotation import rotate_bf16, rotate_fp16, rotate_fp32
-from kvtierd.gpu.host_kernels.rotation_quick import QUICK, QUICK_LANES, rotate_columns
+from kvtierd.gpu.host_kernels.rotation_quick import QUICK, QUICK_LANES
 from kvtierd.index.jit import Word, compiled, helper
 
 CHOOSE = -1000
@@ -90,12 +89,6 @@ def _whole(begin: Word, end: Word, lanes: Word) -> Word:
 
 
 @helper
-def _row(lanes: Word, group: Word) -> Word:
-    """Where the lanes of a group lie. An address and no view: views are counted, in steps that wait for all stores."""
-    return lanes.ctypes.data + np.uint64(4 * LANE_WORDS * group)
-
-
-@helper
 def _find_largest(kind, source, groups, runs, length, group_stride, run_stride, lanes, largest):  # type: ignore[no-untyped-def]
     """Bits of the largest magnitude of each group, NaN and Inf among them: their order is that of the integers."""
     mask, _ = _masks(kind)
@@ -103,10 +96,10 @@ def _find_largest(kind, source, groups, runs, length, group_stride, run_stride, 
         for group in range(groups):
             at = group * group_stride + run * run_stride
             if kind == FP32:
-                largest_of_32_bits(source, at, at + length, _row(lanes, group))
+                largest_of_32_bits(source, at, at + length, row_of(lanes, group))
                 rest = _whole(at, at + length, LANES)
             else:
-                largest_of_16_bits(source, at, at + length, _row(lanes, group))
+                largest_of_16_bits(source, at, at + length, row_of(lanes, group))
                 rest = _whole(at, at + length, 2 * LANES)
             for i in range(rest, at + length):
                 largest[group] = max(largest[group], np.uint32(source[i]) & mask)
@@ -204,18 +197,6 @@ def _relative(lanes, group, way, largest, has_infinity):  # type: ignore[no-unty
 
 
 @helper
-def _lines(groups):  # type: ignore[no-untyped-def]
-    """Zeros, uint32 [groups, LANE_WORDS], whose vectors are whole cache lines.
-
-    A vector on two lines is slow to come back, and many times slower while codes are on their way past the caches.
-    """
-    count = groups * LANE_WORDS
-    memory = np.zeros(count + LANES, np.uint32)
-    skipped = (_LINE_BYTES - memory.ctypes.data % _LINE_BYTES) % _LINE_BYTES // 4
-    return memory[skipped : skipped + count].reshape(groups, LANE_WORDS)
-
-
-@helper
 def _encode(  # type: ignore[no-untyped-def]
     kind,
     source,
@@ -262,11 +243,11 @@ def _encode(  # type: ignore[no-untyped-def]
             end = at + length
             if kind == BF16 and ways[group] == _UNSCALED:
                 smallest = np.uint16(bits_of(_SMALLEST * scales[group]) >> np.uint32(16))
-                home = _row(lanes, group)
+                home = row_of(lanes, group)
                 encode_bf16_words(source, codes, at, end, smallest, home, ERRORS_BY_LOW_BITS, ahead, stream)
                 at = end
             elif ways[group] != _SLOWLY:
-                _encode_quickly(kind, source, codes, at, end, factors[group], _row(lanes, group))
+                _encode_quickly(kind, source, codes, at, end, factors[group], row_of(lanes, group))
                 at = _whole(at, end, LANES)
             if at < end:
                 _encode_slowly(kind, source, codes, at, end, factors[group], lanes, group)
@@ -280,43 +261,9 @@ def _encode(  # type: ignore[no-untyped-def]
 
 
 @helper
-def _rotate(kind: Word, source: Word, first: Word, keys: Word, part: Word) -> None:
-    """Keys of a layer, from element `first` of the source on, to rotated ones."""
-    if kind == BF16:
-        rotate_bf16(source, first, keys, 0, part.count, part.dim, part.rotation)
-    elif kind == FP16:
-        rotate_fp16(source, first, keys, 0, part.count, part.dim, part.rotation)
-    else:
-        rotate_fp32(source, first, keys, 0, part.count, part.dim, part.rotation)
-
-
-@helper
-def _rotate_quickly(source, first, keys, part, lanes):  # type: ignore[no-untyped-def]
-    """Keys of bf16 to rotated ones whose denormals are zeros, and the largest magnitudes of the groups into the lanes.
-
-    What comes of NaN and Inf is of use only for knowing that they are there.
-    """
-    step = part.dim // part.rotation
-    for run in range(part.runs):
-        for group in range(part.groups):
-            begin = group * part.group_stride + run * part.run_stride
-            for vector in range(begin, begin + part.length, part.dim):
-                for at in range(vector, vector + step, QUICK_LANES):
-                    rotate_columns(source, first + at, keys, at, step, _row(lanes, group))
-
-
-@helper
-def _words(count):  # type: ignore[no-untyped-def]
-    """Room for bf16, uint16 [count], whose vectors are whole cache lines."""
-    memory = np.empty(count + _LINE_BYTES // 2, np.uint16)
-    skipped = (_LINE_BYTES - memory.ctypes.data % _LINE_BYTES) % _LINE_BYTES // 2
-    return memory[skipped : skipped + count]
-
-
-@helper
 def _encode_layers(kind, source, target, floats, first, end, form, k, v, given, past):  # type: ignore[no-untyped-def]
-    keys = _words(k.count if k.rotation > 1 else 0)
-    lanes = _lines(max(k.groups, v.groups))
+    keys = words(k.count if k.rotation > 1 else 0)
+    lanes = lane_memory(max(k.groups, v.groups))
     for layer in range(first, end):
         begin, code_begin = layer * form.element_stride, layer * form.code_stride
         scales = code_begin // 4 + form.scales
@@ -334,9 +281,9 @@ def _encode_layers(kind, source, target, floats, first, end, form, k, v, given, 
                 certain = False
                 while not certain:
                     if kind == BF16 and quick:
-                        _rotate_quickly(source, here, keys, part, lanes)
+                        rotate_quickly(source, here, keys, part, lanes)
                     else:
-                        _rotate(kind, source, here, keys, part)
+                        rotate(kind, source, here, keys, part)
                     certain = _encode(
                         BF16,
                         keys,
