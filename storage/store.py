@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 VERIFIERS = 1
 """I/O threads beyond those that are at the device. Against none, paired on a busy machine, Attend over 64k tokens took
-0.97 of the time with one (measured once), 0.94 to 1.04 with two, 0.98 to 1.00 with four: the gain is within the noise."""
+0.97 of the time with one (measured once), 0.94 to 1.04 with two, 0.98 to 1.00 with four: within the noise."""
 
 
 class SegmentStore:
