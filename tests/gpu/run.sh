@@ -37,10 +37,10 @@ declare -A parts=()
 for file in tests/gpu/simulated/sim_*.py; do
     name=$(basename "$file" .py)
     [ "$name" = sim_primitives ] && continue
-    timeout 140 "$python" -m pytest -q "$file" -p no:cacheprovider -W ignore "$@" >"$logs/$name" 2>&1 &
+    timeout 110 "$python" -m pytest -q "$file" -p no:cacheprovider -W ignore "$@" >"$logs/$name" 2>&1 &
     parts[$name]=$!
 done
-timeout 140 "$python" -m tests.gpu.matrix >"$logs/matrix" 2>&1 &
+timeout 110 "$python" -m tests.gpu.matrix >"$logs/matrix" 2>&1 &
 parts[matrix]=$!
 for name in "${!parts[@]}"; do
     wait "${parts[$name]}" || failed+=("$name")
@@ -49,9 +49,9 @@ for name in "${!parts[@]}"; do
 done
 
 # Times are taken alone.
-timeout 90 "$python" -m tests.gpu.times || failed+=(times)
+timeout 80 "$python" -m tests.gpu.times || failed+=(times)
 # GPUDirect Storage where nvme.io finds it, else its fallback, against fio's POSIX reads and writes.
-timeout 45 "$python" -m kvtierd.cli.main bench nvme --quick || failed+=(nvme)
+timeout 40 "$python" -m kvtierd.cli.main bench nvme --quick || failed+=(nvme)
 if [ "${#failed[@]}" -ne 0 ]; then
     echo "tests/gpu/run.sh: failed or not finished in time: ${failed[*]}" >&2
     exit 1
