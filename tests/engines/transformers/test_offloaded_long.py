@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvtierd import Client
-from kvtierd.connectors.transformers import OffloadedCache
+from kvtierd.connectors.transformers import OffloadedCache, register_offloaded_attention
 from kvtierd.core.units import MIB
 from kvtierd.daemon.embedded import EmbeddedDaemon
 
@@ -86,8 +86,14 @@ def test_64_greedy_tokens_in_float32_are_the_plain_ones(
 def test_bf16_logits_differ_no_more_than_those_of_eager_and_sdpa(
     tmp_path: Path, folder: Path, plain_run: tuple[torch.Tensor, DynamicCache]
 ) -> None:
-    """The same past, rounded once, and the same tokens; what each attention makes of them."""
+    """The same past, rounded once, and the same tokens; what each attention makes of them.
+
+    The largest difference of each step, on average over the steps. That of all steps is one logit, which is .6 from one
+    run to the next and .9 in another: parts are merged in the order in which they come, and bf16 makes of the last bit
+    of a float32 whatever the layers behind it make of that.
+    """
     tokens, computed = plain_run
+    register_offloaded_attention()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True).eval()
 
     def logits(kind: str, cache: Any) -> torch.Tensor:
@@ -110,8 +116,18 @@ def test_bf16_logits_differ_no_more_than_those_of_eager_and_sdpa(
         assert kv_bytes(past) >= 8 * 22 * MIB
         cache.adopt(past)
         ours = logits("kvtierd", cache)
-    allowed = float((eager - sdpa).abs().max())
-    assert 0 < float((ours - sdpa).abs().max()) <= 1.2 * allowed
+    allowed = largest_by_step(eager, sdpa)
+    assert 0 < largest_by_step(ours, sdpa) <= 1.2 * allowed
+    assert rms(ours - sdpa) <= 1.2 * rms(eager - sdpa)
+
+
+def largest_by_step(some: torch.Tensor, others: torch.Tensor) -> float:
+    """Of logits [steps, vocabulary]."""
+    return float((some - others).abs().amax(-1).mean())
+
+
+def rms(differences: torch.Tensor) -> float:
+    return float(differences.square().mean().sqrt())
 
 
 def rounded(cache: DynamicCache, config: Any) -> DynamicCache:
