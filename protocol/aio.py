@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from kvtierd.core.block_copies import PlainCopies
-from kvtierd.core.checksum import Bytes, Sums
+from kvtierd.core.checksum import Bytes, CopyParts, Sums
 from kvtierd.core.keys import Keys, as_keys
 from kvtierd.core.namespace import Namespace
 from kvtierd.protocol.ahead import Leases, Reservations
@@ -45,7 +44,7 @@ class AsyncClient(AsyncParts, AsyncAttention):
         timeout_s: float = TIMEOUT_S,
         transfer_timeout_s: float = TRANSFER_TIMEOUT_S,
         copy_threads: int | None = None,
-        copies: PlainCopies | None = None,
+        copies: CopyParts | None = None,
         arena: bool = True,
         name: str = "",
         curve: CurveKeys | None = None,

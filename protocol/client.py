@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from kvtierd.core.block_copies import PlainCopies
-from kvtierd.core.checksum import Bytes
+from kvtierd.core.checksum import Bytes, CopyParts
 from kvtierd.core.keys import Keys, as_keys
 from kvtierd.core.namespace import Namespace
 from kvtierd.protocol.ahead import Leases, Reservations
@@ -48,7 +47,7 @@ class Client(SyncAttention):
     `transfer_timeout_s` for data. Without a daemon lookups and fetches find nothing, stores are dropped, and `counters`
     count both; `ping`, `stats`, `flush` and `purge` raise Unavailable. RequestError and ValueError are the caller's
     mistakes. `arena=False` sends blocks in frames. `copies` moves blocks: the plain way in NumPy by default;
-    `kvtierd.index.streaming.StreamingCopies()` is compiled and faster, and imports Numba.
+    `kvtierd.index.streaming.copy_streaming` is compiled and faster, and imports Numba.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Client(SyncAttention):
         timeout_s: float = TIMEOUT_S,
         transfer_timeout_s: float = TRANSFER_TIMEOUT_S,
         copy_threads: int | None = None,
-        copies: PlainCopies | None = None,
+        copies: CopyParts | None = None,
         arena: bool = True,
         name: str = "",
         curve: CurveKeys | None = None,

@@ -14,8 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from kvtierd.core.block_copies import PlainCopies
-from kvtierd.core.checksum import Bytes, Sums, layer_sums, packed_sums
+from kvtierd.core.checksum import (
+    Bytes,
+    CopyParts,
+    Sums,
+    copy_and_sum,
+    copy_parts,
+    fill_and_sum,
+    layer_sums,
+    packed_sums,
+    unpack,
+)
 from kvtierd.core.geometry import Geometry
 
 PARALLEL_BYTES = 1 << 20
@@ -28,32 +37,38 @@ def default_threads() -> int:
 
 
 class Copier:
-    """Runs one function over many blocks; its threads start with the first large copy. `copies` moves one block."""
+    """Runs one function over many blocks; its threads start with the first large copy. `copies` moves the parts."""
 
-    def __init__(self, threads: int, copies: PlainCopies | None = None) -> None:
+    def __init__(self, threads: int, copies: CopyParts | None = None) -> None:
         if threads < 1:
             raise ValueError(f"copy_threads is {threads}; at least 1 is wanted")
         self._threads = threads
-        self._copies = copies or PlainCopies()
+        self._copies = copies or copy_parts
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
     def copy_out(self, views: Sequence[Bytes], out: Sequence[Bytes] | Bytes, geometry: Geometry) -> None:
         """Copy slots into packed blocks, without looking at the bytes."""
-        self.spread(lambda i: self._copies.copy(views[i], out[i], geometry), len(views), geometry)
+        self.spread(lambda i: unpack(views[i], out[i], geometry, self._copies), len(views), geometry)
 
     def copy_out_and_sum(self, views: Sequence[Bytes], out: Sequence[Bytes] | Bytes, geometry: Geometry) -> Sums:
         """Copy slots into packed blocks and hash what arrived: [n, layers] u64."""
         sums = np.empty((len(views), geometry.layers), np.uint64)
-        copies = self._copies
-        self.spread(lambda i: copies.copy_and_sum(views[i], out[i], geometry, sums[i]), len(views), geometry)
+
+        def copy(i: int) -> None:
+            copy_and_sum(views[i], out[i], geometry, sums[i], packed=True, copies=self._copies)
+
+        self.spread(copy, len(views), geometry)
         return sums
 
     def fill(self, blocks: Sequence[Bytes] | Bytes, views: Sequence[Bytes], geometry: Geometry) -> Sums:
         """Copy packed blocks into slots and hash them as they land: [n, layers] u64."""
         sums = np.empty((len(views), geometry.layers), np.uint64)
-        copies = self._copies
-        self.spread(lambda i: copies.fill_and_sum(blocks[i], views[i], geometry, sums[i]), len(views), geometry)
+
+        def fill(i: int) -> None:
+            fill_and_sum(blocks[i], views[i], geometry, sums[i], self._copies)
+
+        self.spread(fill, len(views), geometry)
         return sums
 
     def sum_slots(self, views: Sequence[Bytes], geometry: Geometry) -> Sums:

@@ -53,15 +53,12 @@ class _Job:
 
 
 class IoPool:
-    """`threads` daemon threads for the device and `beside` more, each with its Scratch. Submit from the loop; close
-    when nothing is in flight.
+    """`threads` daemon threads, each with its Scratch. Submit from the loop; close when nothing is in flight.
 
-    At most `threads` requests are at the device. Those `beside` take the next ones to it while others verify what has
-    come: requests of one size that began together end together too, and then the device would have nothing to do until
-    they are verified. `progress` counts the jobs, and may be shared with whoever watches over the disk.
+    `progress` counts the jobs, and may be shared with whoever watches over the disk.
     """
 
-    def __init__(self, threads: int, progress: Progress | None = None, *, beside: int = 0) -> None:
+    def __init__(self, threads: int, progress: Progress | None = None) -> None:
         self._progress = progress or Progress()
         self._plain: deque[_Job] = deque()
         self._lanes: tuple[deque[_Job], deque[_Job]] = (deque(), deque())
@@ -70,8 +67,7 @@ class IoPool:
         self._wake = threading.Condition()
         self._closed = False
         self._threads = [
-            threading.Thread(target=self._work, name=f"kvtierd-io-{number}", daemon=True)
-            for number in range(threads + beside)
+            threading.Thread(target=self._work, name=f"kvtierd-io-{number}", daemon=True) for number in range(threads)
         ]
         for thread in self._threads:
             thread.start()

@@ -48,10 +48,6 @@ from kvtierd.storage.uninterrupted import uninterrupted
 
 _log = logging.getLogger(__name__)
 
-VERIFIERS = 1
-"""I/O threads beyond those that are at the device. Against none, paired on a busy machine, Attend over 64k tokens took
-0.97 of the time with one (measured once), 0.94 to 1.04 with two, 0.98 to 1.00 with four: within the noise."""
-
 
 class SegmentStore:
     """Append-only segments in one directory; the directory is locked while the store is open.
@@ -113,7 +109,7 @@ class SegmentStore:
 
     async def _start(self) -> Recovered:
         begun_ns = self._clock.now_ns()
-        pool = IoPool(self._settings.io_threads, self.progress, beside=VERIFIERS)
+        pool = IoPool(self._settings.io_threads, self.progress)
         try:
             opened = await open_store(self._settings, self._directory, self._io, self._files, pool, self._counters)
         except BaseException:

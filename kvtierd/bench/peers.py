@@ -6,7 +6,7 @@ its client, with files behind; ours the same through our client, with the nvme t
 is that of the transfer, and bytes are compared afterwards; so are ours in the rows beside it, but that our store hashes
 what it copies, which is how blocks become visible. What a retrieve costs that hashes too is told apart. Both copy once:
 their server between its memory and its client's, which it has mapped; our client between its memory and the arena, by
-the compiled copies (`Client(copies=StreamingCopies())`). Rows that say "copies of NumPy" are of the client as it comes.
+the compiled copies (`Client(copies=copy_streaming)`). Rows that say "copies of NumPy" are of the client as it comes.
 
 Mooncake Store moves objects of 2 MiB over TCP on this host, unverified in its time; ours are verified within it.
 LMCache's adapters of files load objects of 2 MiB from the page cache; ours come once from host and once from nvme, past
@@ -47,7 +47,7 @@ from kvtierd.bench.workload import BLOCK_BYTES, LARGE, connected, daemon_and_cli
 from kvtierd.core.checksum import Bytes
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.units import GIB, MIB
-from kvtierd.index.streaming import StreamingCopies
+from kvtierd.index.streaming import copy_streaming
 from kvtierd.protocol.client import Client
 from kvtierd.protocol.copying import default_threads
 
@@ -164,7 +164,7 @@ def _ours(folder: Path, shape: Geometry, count: int) -> Iterator[tuple[Ours, Our
     threads = default_threads()
     with (
         daemon_and_client(folder, threads, **settings) as (daemon, plain),
-        connected(daemon, threads, StreamingCopies()) as client,
+        connected(daemon, threads, copy_streaming) as client,
     ):
         yield Ours(client, shape, count, seed=1), Ours(plain, shape, count, seed=1 << 20)
 

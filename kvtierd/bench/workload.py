@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kvtierd.bench.rows import BenchError
-from kvtierd.core.block_copies import PlainCopies
+from kvtierd.core.checksum import CopyParts
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.keys import KEY_BYTES, Keys
 from kvtierd.core.namespace import Namespace
@@ -48,7 +48,7 @@ def daemon_and_client(folder: Path, copy_threads: int, **settings: object) -> It
         yield daemon, client
 
 
-def connected(daemon: EmbeddedDaemon, copy_threads: int, copies: PlainCopies | None = None) -> Client:
+def connected(daemon: EmbeddedDaemon, copy_threads: int, copies: CopyParts | None = None) -> Client:
     """A client, patient as benches are, that moves blocks with `copies`."""
     return Client(
         daemon.endpoint, timeout_s=TIMEOUT_S, transfer_timeout_s=TIMEOUT_S, copy_threads=copy_threads, copies=copies

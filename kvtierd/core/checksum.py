@@ -7,6 +7,8 @@ after they were copied and are still in the cache: the copy bounds the speed, no
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -16,6 +18,8 @@ from kvtierd.core.stored_form import Form
 
 Sums = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
+CopyParts = Callable[[Bytes, int, Bytes, int, Geometry, Sums | None], None]
+"""Another way than `copy_parts`, to the same bytes and sums; threads call it at the same time."""
 _LITTLE_U64 = np.dtype("<u8")
 
 PIECE_BYTES = 256 << 10
@@ -29,7 +33,7 @@ def layer_sums(block: Bytes, geometry: Form, out: Sums | None = None) -> Sums:
     Raises ValueError for memory that is shorter than the block, as the other functions here do: a slice past its
     end would be cut silently, and the sum of half a part would vouch for it.
     """
-    check_size("block", block, geometry.slot_bytes)
+    _check_size("block", block, geometry.slot_bytes)
     sums = np.empty(geometry.layers, np.uint64) if out is None else out
     _hash_parts(block, geometry.layer_stride, geometry.layer_bytes, 0, geometry.layers, sums)
     return sums
@@ -44,27 +48,41 @@ def layer_sum(part: Bytes) -> int:
 
 def packed_sums(packed: Bytes, geometry: Geometry, out: Sums) -> None:
     """Hash each layer part of a packed block (`[block_bytes]` uint8)."""
-    check_size("packed", packed, geometry.block_bytes)
+    _check_size("packed", packed, geometry.block_bytes)
     _hash_parts(packed, geometry.layer_bytes, geometry.layer_bytes, 0, geometry.layers, out)
 
 
-def copy_and_sum(source: Bytes, target: Bytes, geometry: Geometry, out: Sums, *, packed: bool = False) -> None:
+def copy_and_sum(
+    source: Bytes,
+    target: Bytes,
+    geometry: Geometry,
+    out: Sums,
+    *,
+    packed: bool = False,
+    copies: CopyParts | None = None,
+) -> None:
     """Copy a block in slot form and hash what arrived, part by part; `packed` leaves the padding out of target.
 
     What is hashed is the copy, so the sums vouch for the bytes the caller holds.
     """
-    check_size("source", source, geometry.slot_bytes)
-    check_size("target", target, geometry.block_bytes if packed else geometry.slot_bytes)
-    copy_parts(
-        source, geometry.layer_stride, target, geometry.layer_bytes if packed else geometry.layer_stride, geometry, out
-    )
+    _check_size("source", source, geometry.slot_bytes)
+    _check_size("target", target, geometry.block_bytes if packed else geometry.slot_bytes)
+    step = geometry.layer_bytes if packed else geometry.layer_stride
+    (copies or copy_parts)(source, geometry.layer_stride, target, step, geometry, out)
 
 
-def fill_and_sum(packed: Bytes, slot: Bytes, geometry: Geometry, out: Sums) -> None:
+def unpack(slot: Bytes, packed: Bytes, geometry: Geometry, copies: CopyParts | None = None) -> None:
+    """Copy a block in slot form without its padding, and look at no byte."""
+    _check_size("slot", slot, geometry.slot_bytes)
+    _check_size("packed", packed, geometry.block_bytes)
+    (copies or copy_parts)(slot, geometry.layer_stride, packed, geometry.layer_bytes, geometry, None)
+
+
+def fill_and_sum(packed: Bytes, slot: Bytes, geometry: Geometry, out: Sums, copies: CopyParts | None = None) -> None:
     """Copy a packed block into slot form, zero the padding, and hash each part as it lands."""
-    check_size("packed", packed, geometry.block_bytes)
-    check_size("slot", slot, geometry.slot_bytes)
-    copy_parts(packed, geometry.layer_bytes, slot, geometry.layer_stride, geometry, out)
+    _check_size("packed", packed, geometry.block_bytes)
+    _check_size("slot", slot, geometry.slot_bytes)
+    (copies or copy_parts)(packed, geometry.layer_bytes, slot, geometry.layer_stride, geometry, out)
     if geometry.layer_stride != geometry.layer_bytes:
         _rows(slot, geometry.layer_stride, geometry.layers)[:, geometry.layer_bytes :] = 0
 
@@ -81,7 +99,7 @@ def block_sums(sums: Sums) -> Sums:
     return np.array([digest(data[at : at + nbytes]) for at in range(0, count * nbytes, nbytes)], np.uint64)
 
 
-def check_size(name: str, memory: Bytes, size: int) -> None:
+def _check_size(name: str, memory: Bytes, size: int) -> None:
     """Raise ValueError for memory that is shorter than `size` bytes."""
     if memory.size < size:
         raise ValueError(f"{name} has {memory.size} bytes; {size} are wanted")
@@ -91,9 +109,17 @@ def _rows(memory: Bytes, step: int, layers: int) -> Bytes:
     return memory[: layers * step].reshape(layers, step)
 
 
-def copy_parts(source: Bytes, source_step: int, target: Bytes, target_step: int, geometry: Geometry, out: Sums) -> None:
-    """Copy the layer parts that begin every `step` bytes, a few at a time, and hash each as it landed."""
+def copy_parts(
+    source: Bytes, source_step: int, target: Bytes, target_step: int, geometry: Geometry, out: Sums | None
+) -> None:
+    """Copy the layer parts that begin every `step` bytes; with `out`, a few at a time, and hash each as it landed."""
     size, layers = geometry.layer_bytes, geometry.layers
+    if out is None:
+        if source_step == target_step == size:
+            target[: layers * size] = source[: layers * size]
+        else:
+            _rows(target, target_step, layers)[:, :size] = _rows(source, source_step, layers)[:, :size]
+        return
     if size > PIECE_BYTES:
         for layer in range(layers):
             begin, at = layer * source_step, layer * target_step

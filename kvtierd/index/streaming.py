@@ -1,4 +1,4 @@
-"""Copies of blocks in one pass, hashed on the way, past the caches: `Client(copies=StreamingCopies())`.
+"""Copies of blocks in one pass, hashed on the way, past the caches: `Client(copies=copy_streaming)`.
 
 A plain copy reads the lines that it is about to overwrite, and what it wrote pushes everything else out of the caches;
 its sums read the bytes once more. Here each cache line is loaded once, added to its part's xxh3-64 and stored without
@@ -17,8 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvtierd.core.block_copies import PlainCopies
-from kvtierd.core.checksum import Bytes, Sums
+from kvtierd.core.checksum import Bytes, Sums, copy_parts
 from kvtierd.core.geometry import Geometry
 from kvtierd.index.jit import Word, compiled
 from kvtierd.index.xxh3 import (
@@ -143,24 +142,21 @@ def _copy(source: Word, source_step: Word, target: Word, target_step: Word, size
     _fence()
 
 
-class StreamingCopies(PlainCopies):
-    """Copies between packed blocks and slots as `core.checksum` makes them, to the bit; larger ones in less time."""
-
-    def parts(
-        self, source: Bytes, source_step: int, target: Bytes, target_step: int, geometry: Geometry, out: Sums | None
-    ) -> None:
-        """Copy the layer parts that begin every `step` bytes; with `out`, and their sums into it."""
-        size, layers = geometry.layer_bytes, geometry.layers
-        memory = source.flags.c_contiguous and target.flags.c_contiguous
-        if not memory or size < SHORTEST or target.ctypes.data % STRIPE_BYTES or target_step % STRIPE_BYTES:
-            super().parts(source, source_step, target, target_step, geometry, out)
-        elif out is None:
-            _copy(_read_only(source), source_step, target, target_step, size, layers)
-        else:
-            sums = np.empty(layers, np.uint64)
-            lanes = np.empty(8, np.uint64)
-            _copy_and_sum(_read_only(source), source_step, target, target_step, size, SECRET, lanes, sums)
-            out[:] = sums
+def copy_streaming(
+    source: Bytes, source_step: int, target: Bytes, target_step: int, geometry: Geometry, out: Sums | None
+) -> None:
+    """As `core.checksum.copy_parts`, to the bit; larger parts in less time."""
+    size, layers = geometry.layer_bytes, geometry.layers
+    memory = source.flags.c_contiguous and target.flags.c_contiguous
+    if not memory or size < SHORTEST or target.ctypes.data % STRIPE_BYTES or target_step % STRIPE_BYTES:
+        copy_parts(source, source_step, target, target_step, geometry, out)
+    elif out is None:
+        _copy(_read_only(source), source_step, target, target_step, size, layers)
+    else:
+        sums = np.empty(layers, np.uint64)
+        lanes = np.empty(8, np.uint64)
+        _copy_and_sum(_read_only(source), source_step, target, target_step, size, SECRET, lanes, sums)
+        out[:] = sums
 
 
 def _read_only(memory: Bytes) -> Bytes:

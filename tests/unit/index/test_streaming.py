@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtierd.core.block_copies import PlainCopies
-from kvtierd.core.checksum import Bytes, layer_sums
+from kvtierd.core.checksum import Bytes, CopyParts, copy_and_sum, copy_parts, fill_and_sum, layer_sums, unpack
 from kvtierd.core.geometry import Geometry
-from kvtierd.index.streaming import StreamingCopies
+from kvtierd.index.streaming import copy_streaming
 from kvtierd.protocol.copying import Copier
 
 SHAPES = {
@@ -32,16 +31,16 @@ def test_blocks_and_sums_are_those_of_the_plain_way(shape: Geometry, offset: int
     block = memory(shape.block_bytes, offset)
     block[:] = np.random.default_rng(1).integers(0, 256, block.size, np.uint8)
     slots, sums = [], []
-    for copies in (PlainCopies(), StreamingCopies()):
+    for copies in (copy_parts, copy_streaming):
         slot, filled = memory(shape.slot_bytes, offset), np.zeros(shape.layers, np.uint64)
-        copies.fill_and_sum(block, slot, shape, filled)
+        fill_and_sum(block, slot, shape, filled, copies)
         for verified in (True, False):
             out, seen = memory(shape.block_bytes, offset), np.zeros(shape.layers, np.uint64)
             if verified:
-                copies.copy_and_sum(slot, out, shape, seen)
+                copy_and_sum(slot, out, shape, seen, packed=True, copies=copies)
                 assert seen.tolist() == filled.tolist()
             else:
-                copies.copy(slot, out, shape)
+                unpack(slot, out, shape, copies)
             assert np.array_equal(out, block)
         slots.append(slot)
         sums.append(filled.tolist())
@@ -54,26 +53,26 @@ def test_nothing_beyond_the_target_is_written() -> None:
     shape = SHAPES["not whole blocks of the hash"]
     room = memory(shape.block_bytes + 64, 0, value=9)
     slot = memory(shape.slot_bytes, 0)
-    StreamingCopies().copy_and_sum(slot, room, shape, np.empty(shape.layers, np.uint64))
+    copy_and_sum(slot, room, shape, np.empty(shape.layers, np.uint64), packed=True, copies=copy_streaming)
     assert (room[shape.block_bytes :] == 9).all()
 
 
-@pytest.mark.parametrize("copies", [PlainCopies(), StreamingCopies()], ids=["plain", "streaming"])
-def test_memory_that_is_too_short_is_refused(copies: PlainCopies) -> None:
+@pytest.mark.parametrize("copies", [copy_parts, copy_streaming], ids=["plain", "streaming"])
+def test_memory_that_is_too_short_is_refused(copies: CopyParts) -> None:
     shape = SHAPES["padded"]
+    slot, packed = memory(shape.slot_bytes - 1, 0), memory(shape.block_bytes - 1, 0)
+    whole, sums = memory(shape.slot_bytes, 0), np.empty(shape.layers, np.uint64)
     with pytest.raises(ValueError, match=f"{shape.slot_bytes} are wanted"):
-        copies.fill_and_sum(
-            memory(shape.block_bytes, 0), memory(shape.slot_bytes - 1, 0), shape, np.empty(shape.layers, np.uint64)
-        )
+        fill_and_sum(whole, slot, shape, sums, copies)
     with pytest.raises(ValueError, match=f"{shape.block_bytes} are wanted"):
-        copies.copy(memory(shape.slot_bytes, 0), memory(shape.block_bytes - 1, 0), shape)
+        unpack(whole, packed, shape, copies)
 
 
 def test_a_copier_uses_what_it_was_given() -> None:
     shape = SHAPES["whole pages"]
     blocks = np.random.default_rng(2).integers(0, 256, (24, shape.block_bytes), np.uint8)
     slots = [memory(shape.slot_bytes, 0) for _ in blocks]
-    copier = Copier(2, StreamingCopies())
+    copier = Copier(2, copy_streaming)
     try:
         sums = copier.fill(blocks, slots, shape)
         out = np.empty_like(blocks)
